@@ -49,11 +49,13 @@ def prepare(args):
     rng = np.random.default_rng([args.seed, 0])
     table = rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2)       # (66, 64): a bigram row for each id
     triggers = np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
-    train, val = (draw_sequences(table, triggers, count, args, np.random.default_rng([args.seed, part])).reshape(-1)
-                  for part, count in ((1, args.sequences), (2, args.val_sequences)))
+    splits = {}
+    for split, part, count in ("train", 1, args.sequences), ("val", 2, args.val_sequences):
+        rng = np.random.default_rng([args.seed, part])
+        splits[split] = [draw_sequences(table, triggers, count, args, rng).reshape(-1)]
     tokens.write_data_set(
-        args.out_dir, None, {"train": train, "val": val}, dataset="backcopy", tokenizer="numbers",
-        vocab_size=SYMBOLS + 2, stride=args.length + 1, seed=args.seed, bos=args.bos, fixed_at=args.fixed_at,
+        args.out_dir, None, splits, dataset="backcopy", tokenizer="numbers", vocab_size=SYMBOLS + 2,
+        stride=args.length + 1, seed=args.seed, bos=args.bos, fixed_at=args.fixed_at,
         symbols=SYMBOLS, triggers=triggers.tolist(), bigrams=table.tolist())
 
 

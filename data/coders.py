@@ -7,35 +7,31 @@
     prefix                          bytes that encode adds before a text: 1 if it adds a space
     encode(text), decode(ids)       special tokens are neither parsed from text nor shown
 
-Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json: it
-belongs to a public model, and to the runs and data sets made with it. The meta.json of a run or a data set names the
-tokenizer of its ids. For a public model's tokenizer, the folder also holds its tokenizer.json, and meta.json names the
-id between two texts ("separator").
+Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a
+tokenizer.json: it belongs to a public model, and to the runs and data sets made with it. The
+meta.json of a run or a data set names the tokenizer of its ids. For a public model's tokenizer, the
+folder also holds its tokenizer.json, and meta.json names the id between two texts ("separator").
 """
-import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from common import files
-from data.downloads import download
 
-# -------------------------------------------------------------------------------------------- the format tokenizer.json
+# -------------------------------------------------------------------- the format tokenizer.json
 
 END = "<|endoftext|>"                           # the separator of most tokenizers
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes that are spelled as themselves
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes spelled as themselves
 # {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
-BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b for b in range(256)}
+BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b
+                 for b in range(256)}
 
 
 def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
@@ -43,52 +39,13 @@ def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
     {spelling: id} of special tokens; cutting: pre-tokenizers that cut a text into words."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     described = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
         "added_tokens": [{"id": i, "content": token} | plain for token, i in special.items()],
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(cutting)}, "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "vocab": vocab, "merges": merges}}
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
     return json.dumps(described, ensure_ascii=False).encode()
 
 
-SECONDS, MEMORY, IDS = 60, 4 << 30, 100         # limits of a trial: seconds, bytes, and ids of a single character
-SAMPLE = "".join(map(chr, range(0x3100))) + "漢字 한국어 \U0001f600"       # alphabets of most languages
-
-
-@functools.lru_cache
-def fault_of(content):
-    """What is wrong with a tokenizer.json, as one line; empty if nothing is. A damaged one can make the package
-    tokenizers abort the whole process, and a malicious one can turn each character into megabytes. So a separate
-    process tries it, once for each file, with limits on time and memory."""
-    child = f"from data import coders; coders.try_tokenizer({MEMORY})"
-    little = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    try:
-        done = subprocess.run([sys.executable, "-c", child], input=content, capture_output=True, timeout=SECONDS,
-                              cwd=Path(__file__).parents[1], env=os.environ | little | {"RUST_BACKTRACE": "0"})
-    except subprocess.TimeoutExpired:
-        return f"it takes more than {SECONDS} seconds for a page of text"
-    said = [line for line in done.stderr.decode(errors="replace").splitlines() if line and not line.startswith("note:")]
-    return (said or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
-
-
-def try_tokenizer(memory):
-    """Use the tokenizer.json on stdin once, under limits. Fails with the reason as the last line on stderr."""
-    import resource
-
-    import tokenizers
-    for limit, most in ((resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError):   # a stricter limit is in force
-            resource.setrlimit(limit, (most, most))
-    coder = tokenizers.Tokenizer.from_buffer(sys.stdin.buffer.read())
-    for text in ("", *SAMPLE, SAMPLE):
-        ids = coder.encode(text).ids
-        if len(ids) > IDS * (len(text) + 1):
-            sys.exit(f"it turns one character into more than {IDS} tokens")
-    coder.decode(ids)
-
-
-# ---------------------------------------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------------ tokenizers
 
 
 class Bytes:
@@ -118,6 +75,51 @@ class Numbers:
         return " ".join(str(int(i)) for i in ids)
 
 
+class GPT2:
+    """OpenAI's byte-pair encoding, by tiktoken; the last id separates documents.
+
+    ids: their number. Fewer than SIZE are the bytes, the first pairs and the separator. Raises
+    ValueError if tiktoken is not installed or cannot fetch its files."""
+    SIZE, content, prefix = 50257, None, 0
+    MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+
+    def __init__(self, ids=SIZE):
+        if not 257 <= ids <= self.SIZE:
+            raise ValueError(f"--tokenizer=gpt2-{ids} must have 257 to {self.SIZE} ids")
+        tiktoken = files.optional("tiktoken")
+        try:
+            whole = tiktoken.get_encoding("gpt2")
+        except OSError as e:                    # such as the errors of its package requests
+            cache = os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
+            raise ValueError(
+                f"{cache} does not hold GPT-2's tokenizer, and tiktoken could not fetch it "
+                f"({type(e).__name__}): run this again with a network, or name a folder in which "
+                "tiktoken has stored it with TIKTOKEN_CACHE_DIR=FOLDER") from None
+        self.name = "gpt2" if ids == self.SIZE else f"gpt2-{ids}"
+        self.vocab_size, self.separator = ids, ids - 1
+        # ids are the bytes, then the pairs in the order of merging
+        self.pieces = {piece: i for piece, i in whole._mergeable_ranks.items() if i < self.separator}
+        self.coder = tiktoken.Encoding(self.name, pat_str=whole._pat_str, mergeable_ranks=self.pieces,
+                                       special_tokens={END: self.separator})
+        self.lengths = np.array([len(piece) for piece in sorted(self.pieces, key=self.pieces.get)] + [0])
+
+    @property
+    def exported(self):
+        merges = files.optional("tiktoken.load").read_file_cached(self.MERGES).decode().split("\n")[1:-1]
+        spelling = {byte: character for character, byte in BYTE_SPELLING.items()}
+        vocab = {"".join(spelling[byte] for byte in piece): i for piece, i in self.pieces.items()}
+        return byte_pairs(vocab, merges[:self.separator - 256], {END: self.separator})
+
+    def encode(self, text):
+        return self.coder.encode_to_numpy(text, disallowed_special=())  # special tokens are text
+
+    def decode(self, ids):
+        return self.coder.decode([int(i) for i in ids if i < self.separator])
+
+
+TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
+
+
 class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
@@ -129,13 +131,21 @@ class Tokenizer:
     def __init__(self, content, name, path, id_hints=(), separator=None):
         self.content = self.exported = content
         self.name = files.check_name(name, f"{path}: its folder or tokenizer")
-        self.coder = files.optional("tokenizers").Tokenizer.from_buffer(content)
+        library = files.optional("tokenizers")
+        try:
+            self.coder = library.Tokenizer.from_buffer(content)
+            before_a_text = self.coder.encode("").ids[:1]
+            decoder = json.loads(content).get("decoder")
+        except Exception as e:                  # the package raises this very class
+            raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use ({e}): fetch "
+                             "it again, or name another tokenizer") from None
+        self.byte_level = "ByteLevel" in json.dumps(decoder)            # otherwise as SentencePiece
         self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
         self.coder.no_truncation()              # some files ask for truncation or padding
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         if separator is None:
-            first = [{"bos_token": END}, {"bos_token_id": self.coder.encode("").ids[:1]}]
+            first = [{"bos_token": END}, {"bos_token_id": before_a_text}]
             found = self.special_ids([*first, *id_hints], "bos") + self.special_ids(id_hints, "eos")
             if not found:
                 raise ValueError(f"{path} does not name the token between two texts: write "
@@ -145,7 +155,6 @@ class Tokenizer:
             raise ValueError(f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: name the "
                              'right one as "separator" in the meta.json beside it')
         self.separator = separator
-        self.byte_level = "ByteLevel" in json.dumps(files.parsed(content).get("decoder"))   # otherwise as SentencePiece
 
     def special_ids(self, id_hints, role):
         """The ids that begin (role "bos") or end ("eos") a text, as a list. config.json has one or several ids,
@@ -193,139 +202,61 @@ WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")                    # one sp
 
 
 def cut(text):
-    """A long text in parts of about a million characters. The cuts are at WORD_END, which no merge crosses, because a
-    word begins with its space: the ids are those of the whole text."""
+    """A long text in parts of about a million characters, each of which takes about 140 bytes of
+    memory. The cuts are at WORD_END, which no merge crosses, because a word begins with its space:
+    the ids are those of the whole text."""
     found = (WORD_END.search(text, i) for i in range(1 << 20, len(text), 1 << 20))
     cuts = sorted({match.start() for match in found if match})
     return (text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)]))
 
 
-class GPT2(Tokenizer):
-    """OpenAI's byte-pair encoding; the last id separates documents. Its two files are kept in tiktoken's folder.
-
-    parts: {name: content} of the files; None: fetch those that the folder lacks. ids: their number; fewer than SIZE
-    are the bytes, the first pairs and the separator. Raises ValueError if the files differ from OpenAI's."""
-    SIZE = 50257
-    ADDRESS = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-    PARTS = {                                   # {name: (size in bytes, sha256)}
-        "vocab.bpe": (456318, "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"),
-        "encoder.json": (1042301, "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")}
-
-    def __init__(self, parts=None, ids=SIZE):
-        if not 257 <= ids <= self.SIZE:
-            raise ValueError(f"--tokenizer=gpt2-{ids} must have 257 to {self.SIZE} ids")
-        files.optional("tokenizers")            # fail before a download
-        cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-                     or f"{tempfile.gettempdir()}/data-gym-cache")
-        found = []
-        for name, (size, digest) in self.PARTS.items():
-            if parts and hashlib.sha256(parts[name]).hexdigest() != digest:
-                raise ValueError(f"{name} is missing or is not the GPT-2 tokenizer's: give --tokenizer_files=FOLDER "
-                                 "with OpenAI's vocab.bpe and encoder.json")
-            place = cache / hashlib.sha1((self.ADDRESS + name).encode()).hexdigest()         # tiktoken's name for it
-            is_cached = place.exists() and files.sha256(place) == digest
-            if parts and not is_cached:
-                with files.replacing(place) as f:
-                    f.write(parts[name])
-            elif not is_cached:
-                download(self.ADDRESS + name, place, size, digest, "the GPT-2 tokenizer", "name a folder that has it "
-                         "with TIKTOKEN_CACHE_DIR, or with a data script's --tokenizer_files")
-            found.append(place.read_text(encoding="utf-8"))
-        merges, vocab = found[0].split("\n")[1:-1], json.loads(found[1])                    # the first line: version
-        last, name = ids - 1, "gpt2" if ids == self.SIZE else f"gpt2-{ids}"
-        # ids are the bytes, then the pairs in the order of merging
-        vocab = {spelling: i for spelling, i in vocab.items() if i < last} | {END: last}
-        super().__init__(byte_pairs(vocab, merges[:last - 256], {END: last}), name, cache, separator=last)
-        self.content = None if name == "gpt2" else self.content
+# ----------------------------------------------------------------------------- find a tokenizer
 
 
-TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
+def tokenizer(name):
+    """A tokenizer by its name (bytes, gpt2, gpt2-2048, numbers), by the name of a run below out/, or
+    by the path of a run, a data set, or any folder with a tokenizer.json.
 
-# ---------------------------------------------------------------------------------------------------- find a tokenizer
-
-
-def tokenizer(name, folder=None):
-    """A tokenizer by its name in TOKENIZERS, by the name of a run below out/, or by the path of a run, a data set, or
-    any folder or file with a tokenizer.json. gpt2-2048 is that of GPT-2 with only 2,048 ids. folder: holds the GPT-2
-    tokenizer's two files, if no cache does.
-
-    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's name is its name.
-    """
-    if found := re.fullmatch("gpt2(?:-([0-9]+))?", name):
-        paths = {part: folder / part for part in GPT2.PARTS if folder}
-        parts = {part: path.read_bytes() if path.exists() else b"" for part, path in paths.items()}
-        return GPT2(parts, int(found[1] or GPT2.SIZE))
-    if name in TOKENIZERS:
-        return TOKENIZERS[name]()
-    for place in (Path("out", name), Path(name)):
-        if place.is_file() or content_of(place):
-            path = place if place.is_file() else place / "tokenizer.json"
-            home, separator = path.resolve().parent, meta_of(path.parent).get("separator")
-            id_hints = id_hints_in(home) if separator is None else []
-            known_as = tokenizer_name(path.parent) or home.name
-            return from_content(files.regular(path).read_bytes(), known_as, path, id_hints, separator)
-        if tokenizer_name(place) in TOKENIZERS:                         # a run or a data set that needs no file
-            return tokenizer(tokenizer_name(place), folder)
+    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's
+    name is its name."""
+    if coder := with_name(name):
+        return coder
+    for folder in (Path("out", name), Path(name)):
+        if content := content_of(folder):
+            known_as = tokenizer_name(folder) or folder.resolve().name
+            separator = meta_of(folder).get("separator")
+            hints = id_hints_in(folder) if separator is None else ()
+            return Tokenizer(content, known_as, folder / "tokenizer.json", hints, separator)
+        if coder := with_name(tokenizer_name(folder)):                  # of a run or a data set
+            return coder
     raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
                      "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
 
 
-def from_content(content, name, path, id_hints=(), separator=None):
-    """The tokenizer that a foreign tokenizer.json describes. The arguments are those of Tokenizer."""
-    if coder := without_file(content):
-        return coder
-    files.optional("tokenizers")
-    if fault := fault_of(content):
-        raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use ({fault}): fetch "
-                         "it again, or name another tokenizer")
-    return Tokenizer(content, name, path, id_hints, separator)
+def with_name(name):
+    """A tokenizer that needs no file; None if there is none of this name."""
+    if found := re.fullmatch("gpt2-([0-9]+)", name or ""):
+        return GPT2(int(found[1]))
+    return TOKENIZERS[name]() if name in TOKENIZERS else None
 
 
-def without_file(content):
-    """Bytes or GPT2, if a tokenizer.json describes the same tokenizer under any name; otherwise None."""
-    described = dict_or_empty(files.parsed, content)
-    if described == files.parsed(Bytes.exported):
-        return Bytes()
-    try:
-        model, before = described["model"], described["pre_tokenizer"]
-        steps = before.get("pretokenizers", [before])
-        plain = len(steps) == 1 and BYTE_LEVEL | steps[0] == BYTE_LEVEL
-        plain = plain and {token["id"] for token in described["added_tokens"]} <= {50256}
-        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-        vocab = dict(sorted(model["vocab"].items(), key=lambda item: item[1]))
-        parts = {"vocab.bpe": "\n".join(["#version: 0.2", *merges, ""]).encode(),           # byte for byte
-                 "encoder.json": json.dumps(vocab).encode()}
-        return GPT2(parts) if plain else None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None                             # another tokenizer
+def same_tokenizer(folder, other):
+    """Do two folders (runs or data sets) use the same tokenizer? It has the same name in both, and the
+    same tokenizer.json if both have one."""
+    contents = {content_of(folder), content_of(other)} - {None}
+    return tokenizer_name(folder) == tokenizer_name(other) and len(contents) < 2
 
 
-def identity(folder):
-    """Equal for two folders (runs or data sets) if and only if they use the same tokenizer, whatever its name there. It
-    is the name of a tokenizer that needs no file; otherwise the parts of its file that affect ids, and the separator.
-    None for an older run, which does not name its tokenizer."""
-    content, meta = content_of(folder), meta_of(folder)
-    if not content:
-        return meta.get("tokenizer")
-    if coder := without_file(content):
-        return coder.name
-    around = ("version", "truncation", "padding", "post_processor")     # these do not affect the ids of a text
-    described = dict_or_empty(files.parsed, content)
-    return {key: value for key, value in described.items() if key not in around}, meta.get("separator")
-
-
-def dict_or_empty(read, source):
-    """The dict that is read from a source; {} if it is missing, damaged, or something else."""
-    try:
-        found = read(source)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+# --------------------------------------------------------------- what a folder says of its tokenizer
 
 
 def meta_of(folder):
     """The meta.json of a run or a data set; {} if it is missing or cannot be read."""
-    return dict_or_empty(files.read_json, Path(folder, "meta.json"))
+    try:
+        found = files.read_json(Path(folder, "meta.json"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def id_hints_in(folder):

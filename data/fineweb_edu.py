@@ -8,11 +8,12 @@ byte pairs.
     python data/fineweb_edu.py --tokenizer smollm2          in the tokenizer of the run out/smollm2; goes to
                                                             data/fineweb_edu-smollm2
 
-Each document begins with the separator. The documents fill shards of 100 M tokens and continue in the next shard when
-one is full: val_000000.bin, then train_000000.bin and so on. Memory holds a few documents at a time.
+Each document begins with the separator. A shard is full after the document with which it has
+100 M tokens: val_000000.bin first, then train_000000.bin and so on. The last one has what is left,
+which is normal. Memory holds a few documents at a time.
 
-You can stop or kill it and start it again: progress.json records where in the source the next shard begins, so the
-files are the same.
+You can stop or kill it and start it again: after each shard, meta.json records which document of the
+source is next, so the files are the same.
 """
 import itertools
 import sys
@@ -43,42 +44,46 @@ FILES = {  # bytes and sha256
 }
 
 
-def pieces(paths, coder, position, size):
-    """Yield (shard, position after the piece, ids) for every document from a position (file, document, token) on. The
-    pieces are cut where a shard is full: after `size` tokens. A restart needs only the position."""
-    (file, document, token), count = position, 0
-    for i, path in enumerate(paths[file:], file):
+def documents_from(paths, coder, place):
+    """Yield (ids, place of the next document) for every document from a place on: [file, document]."""
+    first, skipped = place
+    for i, path in enumerate(paths[first:], first):
         if not path.exists():
             download(ADDRESS + path.name, path, *FILES[path.name], f"FineWeb-Edu's {path.name}",
                      "name a folder of local files with --source")
-        texts = itertools.islice(tokens.documents(path), document, None)
-        for j, ids in enumerate(tokens.encode_all(coder, texts), document):
-            while token < len(ids):
-                piece = ids[token:token + size - count % size]
-                yield count // size, [i, j, token + piece.size], piece
-                token, count = token + piece.size, count + piece.size
-            token = 0
-        document = 0
+        texts = itertools.islice(tokens.documents(path), skipped, None)
+        for j, ids in enumerate(tokens.encode_all(coder, texts), skipped + 1):
+            yield ids, [i, j]
+        skipped = 0
+
+
+def shard(stream, size, meta):
+    """Yield the ids of the next documents until they are `size` tokens. meta["next"] is then the place after them."""
+    count = 0
+    for ids, meta["next"] in stream:
+        yield ids
+        count += len(ids)
+        if count >= size:
+            break
 
 
 def resume(out, plan, coder):
-    """The state to continue from: that of an unfinished or a finished data set (which may get more shards), or a new
-    one. Its entry "next" is the position of the next token, or None at the end of the source."""
-    path = next((path for path in (out / "progress.json", out / "meta.json") if path.exists()), None)
-    if path is None:
-        return plan | {"next": [0, 0, 0], "shards": {}}
-    state = files.read_json(path)
-    is_state = files.has(state, next=list | None) and "next" in state and tokens.has_shards(state)
-    position = is_state and state["next"] or [0, 0, 0]
-    if not (is_state and len(position) == 3 and all(isinstance(n, int) and n >= 0 for n in position)):
-        raise ValueError(f"{path} is damaged: delete {out} and run this again")
+    """The meta.json to continue from: that of a data set of this plan, which may get more shards, or a new one. Its
+    entry "next" is the place of the next document."""
+    path = out / "meta.json"
+    if not path.exists():
+        return plan | {"next": [0, 0], "shards": {}}
+    meta = files.read_json(path)
+    place = meta.get("next") if files.has(meta, next=list) and tokens.has_shards(meta) else []
+    if len(place) != 2 or not all(isinstance(number, int) and number >= 0 for number in place):
+        raise ValueError(f"{path} is damaged, or of another script: delete {out} and run this again")
     another = tokens.content_of(out) not in (None, coder.content)       # tokenizer of the same name
-    if another or plan != {key: state.get(key) for key in plan}:
+    if another or plan != {key: meta.get(key) for key in plan}:
         raise ValueError(f"{out} holds a data set from other sources or with other flags: "
                          "delete it, or name another folder with --out_dir")
-    for name in state["shards"]:
+    for name in meta["shards"]:
         tokens.read_shard(out / name)
-    return state
+    return meta
 
 
 def prepare(args):
@@ -95,33 +100,25 @@ def prepare(args):
         files.optional("pyarrow.parquet")       # fail before a long download
     # the source files' names and sizes, by which a restart recognises them
     plan = {"dataset": "fineweb_edu"} | tokens.described(coder) | {"shard_tokens": size, "files": names}
-    state, progress = resume(out, plan, coder), out / "progress.json"
-    stream = pieces(paths, coder, state["next"] or [len(paths), 0, 0], size)
-    shards = itertools.groupby(stream, key=lambda piece: piece[0])
-    # a shard is renamed first, then gets its row in progress.json: a kill between the two repeats the shard
-    while not args.train_shards or len(state["shards"]) <= args.train_shards:
-        _, shard = next(shards, (None, None))
-        if shard is None:
-            state["next"] = None
-            break
-        files.write_json(progress, state)
+    meta = resume(out, plan, coder)
+    if not meta["shards"]:
         tokens.begin(out, coder)
-        number = len(state["shards"])
+    stream = documents_from(paths, coder, meta["next"])
+    while not args.train_shards or len(meta["shards"]) <= args.train_shards:
+        first = next(stream, None)
+        if first is None:
+            break
+        number = len(meta["shards"])
         name = f"train_{number - 1:06d}.bin" if number else "val_000000.bin"
-        pieces_of_it = (ids for _, state["next"], ids in shard)         # "next": the position after the last piece
-        row = state["shards"][name] = tokens.write_shard(out / name, pieces_of_it, coder)
+        row = tokens.write_shard(out / name, shard(itertools.chain([first], stream), size, meta), coder)
         print(f"{name}: {row['tokens']:,} tokens, {row['bytes'] / 1e6:.2f} MB of text", flush=True)
-        files.write_json(progress, state)
-    rows = list(state["shards"].values())
-    if len(rows) < 2:
-        for path in (progress, out / "val_000000.bin", out / "val_000000.starts.bin"):
-            path.unlink(missing_ok=True)
-        raise ValueError(f"the source holds {rows[0]['tokens'] if rows else 0:,} tokens, and the first {size:,} are "
-                         "held out: lower --shard_tokens, or name a larger source")
-    if rows[-1]["tokens"] < size:
-        print(f"the last shard is partial, {rows[-1]['tokens']:,} of {size:,} tokens: this is normal")
-    tokens.finish(out, state)
-    progress.unlink(missing_ok=True)
+        meta["shards"][name] = row
+        files.write_json(out / "meta.json", meta)
+    if len(meta["shards"]) < 2:
+        (out / "meta.json").unlink(missing_ok=True)
+        raise ValueError(f"the source is held out whole, because it has at most {size:,} tokens: lower "
+                         "--shard_tokens, or name a larger source")
+    tokens.summarize(out, meta)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@
     python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
     python data/shakespeare.py --tokenizer smollm2  those of the run out/smollm2; goes to data/shakespeare-smollm2
 
-The first 90 % of the characters are the training split, the rest is held out. Each part is encoded by itself, without
-separators, as in nanoGPT. The file is fetched once into the data set's folder; --source names a local copy (also .gz),
-or a folder with one.
+The first 90 % of the characters are the training split, the rest is held out. Each part is encoded
+by itself, without separators, as in nanoGPT. The file is fetched once into the data set's folder;
+--source names a local copy (also .gz).
 """
-import contextlib
 import hashlib
 import sys
 from pathlib import Path
@@ -23,20 +22,16 @@ SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57
 
 
 def prepare(args):
-    coder, fetched = tokens.settle(args, "shakespeare"), args.out_dir / "input.txt"
-    if not (args.source or fetched.exists() and files.sha256(fetched) == SHA256):
-        download(URL, fetched, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
-    source = args.source or fetched
-    for path in tokens.source_files(source):    # which of the files is it?
-        with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
-            text = tokens.read_text(path)
-            if hashlib.sha256(text.encode()).hexdigest() == SHA256:
-                break
-    else:
-        raise ValueError(f"--source={source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}), "
-                         "or use python data/text.py for a text of your own")
+    coder = tokens.settle(args, "shakespeare")
+    source = args.source or args.out_dir / "input.txt"
+    if not args.source and not source.exists():
+        download(URL, source, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
+    text = tokens.read_text(*tokens.source_files(source))
+    if hashlib.sha256(text.encode()).hexdigest() != SHA256:
+        raise ValueError(f"{source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}) with "
+                         "--source, or use python data/text.py for a text of your own")
     end = int(len(text) * 0.9)
-    ids = {"train": coder.encode(text[:end]), "val": coder.encode(text[end:])}
+    ids = {"train": [coder.encode(text[:end])], "val": [coder.encode(text[end:])]}
     tokens.write_data_set(args.out_dir, coder, ids, dataset="shakespeare", source=URL)
 
 

@@ -17,6 +17,7 @@ Attention, section 3.1 and figure 2a. Train with --block_size up to that length,
 bytes, in a random but fixed order. If there is only one document, its end is held out.
 """
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -28,47 +29,44 @@ from data import tokens
 
 
 def held_out(sizes, args):
-    """{file: array of bool, which of its documents are held out}. sizes: {file: sizes in bytes of its documents}.
+    """Which documents are held out: an array of bool, in the order of the files. sizes: {file: sizes
+    in bytes of its documents}.
 
-    With --val: all documents of the files that it names, with or without folder and ending. Otherwise: documents in a
-    fixed random order as long as they fit into --val_share, or the shortest one if the first does not fit."""
+    With --val: all documents of the files that it names, with or without folder and ending.
+    Otherwise: documents in a fixed random order as long as they fit into --val_share, or the shortest
+    one if the first does not fit."""
+    lengths = np.concatenate(list(sizes.values()))
     if not args.val:
-        lengths = np.concatenate(list(sizes.values()))
-        order = np.random.default_rng(0).permutation(len(lengths))
-        mask = np.zeros(len(lengths), bool)
+        mask, order = np.zeros(len(lengths), bool), np.random.default_rng(0).permutation(len(lengths))
         mask[order[np.cumsum(lengths[order]) <= args.val_share * lengths.sum()]] = True
         if not mask.any():
             mask[lengths.argmin()] = True
-        return dict(zip(sizes, np.split(mask, np.cumsum([len(s) for s in sizes.values()])[:-1]), strict=True))
-    forms = {path: {path.name, path.name.split(".")[0], path.relative_to(args.source).as_posix(), str(path)}
-             for path in sizes}
+        return mask
+    forms = [{path.name, path.name.split(".")[0], path.relative_to(args.source).as_posix(), str(path)}
+             for path in sizes]
     for name in args.val:
-        if not any(name in form for form in forms.values()):
+        if not any(name in form for form in forms):
             known = ", ".join(sorted(path.name for path in sizes)[:20])
             raise ValueError(f"--val {name}: no such file in {args.source}, choose from {known}")
-    masks = {path: np.full(len(sizes[path]), bool(form & set(args.val))) for path, form in forms.items()}
-    if all(flags.all() for flags in masks.values()):
+    named = [bool(form & set(args.val)) for form in forms]
+    if all(named):
         raise ValueError("--val holds out everything, so nothing is left to train on: name fewer files")
-    return masks
+    return np.repeat(named, [len(of_file) for of_file in sizes.values()])
 
 
-def texts_of(masks, wanted):
+def texts_of(paths, mask, wanted):
     """The texts of one split. They are read from the files again, so memory holds only a few at a time."""
-    for path, flags in masks.items():
-        if (flags == wanted).any():
-            yield from (text for text, flag in zip(tokens.documents(path), flags, strict=True) if flag == wanted)
+    texts = itertools.chain.from_iterable(map(tokens.documents, paths))
+    return (text for text, is_held_out in zip(texts, mask, strict=True) if is_held_out == wanted)
 
 
 def fixed(args, separator, pieces):
     """The ids of all texts in sequences of args.length + 1, with the separator at position args.fixed_at of each. An
     incomplete last sequence is dropped."""
-    rest = np.zeros(0, np.int64)
-    for piece in pieces:
-        rest = np.concatenate([rest, piece])
-        sequences = rest[:len(rest) // (args.length + 1) * (args.length + 1)].reshape(-1, args.length + 1)
-        rest = rest[sequences.size:]
-        sequences[:, args.fixed_at] = separator
-        yield sequences.reshape(-1)
+    ids, width = np.concatenate(list(pieces)), args.length + 1
+    sequences = ids[:len(ids) // width * width].reshape(-1, width)
+    sequences[:, args.fixed_at] = separator
+    yield sequences.reshape(-1)
 
 
 def prepare(args):
@@ -95,8 +93,8 @@ def prepare(args):
             raise ValueError(f"--source={source} has {len(text)} characters, too few to hold out {args.val_share}")
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
-        masks = held_out(sizes, args)
-        splits = {"train": texts_of(masks, False), "val": texts_of(masks, True)}
+        mask = held_out(sizes, args)
+        splits = {"train": texts_of(sizes, mask, False), "val": texts_of(sizes, mask, True)}
     print(f"source: {count} documents in {len(sizes)} files of {source}; "
           f"{len(paths) - len(sizes)} files without text skipped")
     ids, entries = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}

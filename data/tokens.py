@@ -1,18 +1,17 @@
 """From text to tokens on disk, and back into windows: shared by the data scripts, train.py and the instruments.
 
-In the order of this file: a script reads text files, a tokenizer (coders.py) turns each text into ids, the ids are
-written to shards, the shards form a data set, and training and instruments read windows from it. A data set is a folder
-data/<name>/:
+In the order of this file: a script reads text files, a tokenizer (coders.py) turns each text into
+ids, the ids are written to shards, the shards form a data set, and training and instruments read
+windows from it. A data set is a folder data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
-    train.starts.bin ...                    beside each shard, for train.py --docs=1: where its documents begin, uint64
     meta.json                               vocab_size, tokenizer; each shard's tokens, bytes of text and sha256
     tokenizer.json                          the tokenizer itself, if a public model's
 
-A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as uint16, or as uint32 for
-a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they can read these files. A shard can be
-memory-mapped.
+A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as
+uint16, or as uint32 for a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they
+can read these files. A shard can be memory-mapped.
 """
 import contextlib
 import gzip
@@ -23,7 +22,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +30,7 @@ import numpy as np
 
 from common import files
 from common.flags import Parser
-from data.coders import content_of, identity, keep_tokenizer, meta_of, tokenizer, tokenizer_name
+from data.coders import content_of, keep_tokenizer, same_tokenizer, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
 
@@ -69,9 +67,8 @@ def documents(path):
     match ending(path):
         case ".parquet":
             texts = parquet_texts(path)
-        case ".jsonl":                          # JSON can hold lone surrogates, UTF-8 cannot
-            texts = jsonl_rows(path, lambda row: row["text"].encode("utf-8", "replace").decode(),
-                               'JSON object with a string "text"')
+        case ".jsonl":
+            texts = jsonl_texts(path)
         case _:
             texts = [read_text(path)]
     yield from (text for text in texts if text and not text.isspace())
@@ -92,23 +89,16 @@ def parquet_texts(path):
         raise ValueError(f"{path} cannot be read as parquet ({e}): mend it, or fetch it again") from None
 
 
-LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory
-
-
-def jsonl_rows(path, read, what):
-    """Yield read(value) of each line of a JSONL file, compressed or not, without empty lines. Raises ValueError on a
-    line that is too long for memory, or that is not a `what`."""
+def jsonl_texts(path):
     with unpacked(path) as f:
-        for number, line in enumerate(iter(lambda: f.readline(LONGEST + 1), b""), 1):
-            if len(line) > LONGEST:
-                raise ValueError(f"{path}, line {number} is longer than {LONGEST:,} bytes: cut it into several")
+        for number, line in enumerate(f, 1):
             if line.strip():
-                try:
-                    yield read(files.parsed(line))
-                except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-                    why = f"it lacks {e}" if isinstance(e, KeyError) else e
-                    raise ValueError(f"{path}, line {number} is not a {what} ({why}): mend it, or fetch the "
-                                     "file again") from None
+                try:                            # JSON can hold lone surrogates, UTF-8 cannot
+                    text = files.parsed(line)["text"].encode("utf-8", "replace").decode()
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
+                                     "mend it, or fetch the file again") from None
+                yield text
 
 
 def read_text(path):
@@ -116,9 +106,7 @@ def read_text(path):
     with unpacked(path) as f:
         content = f.read(1 << 16)
         if b"\0" not in content:                # a binary file shows at its beginning; it may be large
-            content += f.read(LONGEST)
-    if len(content) > LONGEST:
-        raise ValueError(f"{path} holds more than {LONGEST:,} bytes of text: cut it into several files")
+            content += f.read()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -154,7 +142,6 @@ def encode_all(coder, texts):
 
 HEADER = 256 * 4                                # bytes
 SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
-VERIFY_BELOW = 1 << 30                          # bytes: larger data sets are not hashed at every start
 LAYOUTS = {                                     # {type of a token: magic number and version in the header}
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
@@ -168,68 +155,57 @@ def shard_header(kind, count):
     return header.tobytes()
 
 
-def write_shard(path, tokens, coder=None):
-    """Write one shard from an array of ids, or from an iterator of arrays, one at a time in memory. coder: the
-    tokenizer of the ids; None: they are not text. Returns the shard's row of meta.json, with the bytes of text. An
-    array that begins with the separator begins a document: a file beside the shard records where."""
+def write_shard(path, pieces, coder=None):
+    """Write one shard from arrays of ids, one at a time in memory. coder: the tokenizer of the ids;
+    None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
     # the vocabulary alone decides, so all shards of a data set have the same type
     kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
-    count, text, starts = 0, 0, []
+    count, text = 0, 0
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
-        for piece in map(np.asarray, tokens if hasattr(tokens, "__next__") else [tokens]):
+        for piece in map(np.asarray, pieces):
             if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
                 raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}")
             f.write(piece.astype(kind).tobytes())
-            text += int(coder.lengths[piece].sum()) if coder else 0
-            if coder and piece.size and piece[0] == coder.separator:
-                starts.append(count)
-                text -= coder.prefix
             count += piece.size
+            if coder:
+                text += int(coder.lengths[piece].sum())
+                text -= coder.prefix * bool(piece.size and piece[0] == coder.separator)
         f.seek(0)
         f.write(shard_header(kind, count))
-    beside = path.with_suffix(".starts.bin")
-    beside.unlink(missing_ok=True)
-    if starts:
-        np.array(starts, np.uint64).tofile(beside)
     return {"tokens": count} | ({"bytes": text} if coder else {}) | {"sha256": files.sha256(path)}
 
 
 def read_shard(path):
     """Memory-map one shard, after checking its header and its size."""
-    path, again = files.regular(Path(path)), "run its data script again"
+    path = files.regular(Path(path))
+    again = f"make the data set with {script_of(path.parent)}"
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {again}")
     size, header = path.stat().st_size, np.fromfile(path, dtype=np.int32, count=256)
     kind = next((kind for kind, magic in LAYOUTS.items() if tuple(header[:2]) == magic), None)
     if header.size < 3 or kind is None:
-        raise ValueError(f"{path} is not a token file of this project (wrong header): delete it and {again}")
+        raise ValueError(f"{path} is not a token file of this project (wrong header): {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
         raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: {again}")
     if header[2] == 0:
-        raise ValueError(f"{path} holds no tokens: {again} on a text that is not empty")
+        raise ValueError(f"{path} holds no tokens: {again} from a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
-
-
-def read_starts(path, count):
-    """Where documents begin in a shard of `count` tokens, int64. Raises ValueError if the shard does not tell."""
-    path, again = path.with_suffix(".starts.bin"), f"run {script_of(path.parent)} again, or leave out --docs"
-    if not path.exists():
-        raise ValueError(f"{path} is missing: the data are one piece, or were made before --docs: {again}")
-    starts = np.fromfile(files.regular(path), np.uint64)
-    if path.stat().st_size % 8 or not (np.append(starts[1:], np.uint64(count)) > starts).all():
-        raise ValueError(f"{path} is damaged: its {starts.size} places must ascend and lie below {count}: {again}")
-    return starts.astype(np.int64)
 
 
 # ------------------------------------------------------------------------------------------------------------ data sets
 
 
 def write_data_set(out, coder, splits, **entries):
-    """Write a data set of one shard per split. splits: {split: its ids}. ids and coder: those of write_shard. entries:
-    more of meta.json."""
+    """Write a data set of one shard per split. splits: {split: pieces}; pieces and coder: those of
+    write_shard. entries: more of meta.json."""
     begin(out, coder)
-    shards = {f"{split}.bin": write_shard(out / f"{split}.bin", ids, coder) for split, ids in splits.items()}
-    finish(out, entries | (described(coder) if coder else {}) | {"shards": shards})
+    meta = entries | (described(coder) if coder else {})
+    meta["shards"] = {f"{split}.bin": write_shard(out / f"{split}.bin", pieces, coder)
+                      for split, pieces in splits.items()}
+    files.write_json(out / "meta.json", meta)
+    summarize(out, meta)
 
 
 def described(coder):
@@ -239,23 +215,14 @@ def described(coder):
 
 
 def begin(out, coder=None):
-    """Prepare a folder for a new data set. Delete meta.json, without which a data set is incomplete, and the temporary
-    files of killed processes."""
+    """Prepare a folder for a new data set, which is incomplete without meta.json."""
     out.mkdir(parents=True, exist_ok=True)
-    files.delete_leftovers(out, rf"{SHARD.pattern}|(?:meta|progress|tokenizer)\.json")
-    earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
-    for path in [*earlier, out / "meta.json"]:
-        path.unlink(missing_ok=True)
+    (out / "meta.json").unlink(missing_ok=True)
     keep_tokenizer(out, coder and coder.content)
 
 
-def finish(out, meta):
-    """After all shards are written: delete those of an earlier data set, and write meta.json."""
-    for path in out.glob("*.bin"):
-        if SHARD.fullmatch(name := path.name.replace(".starts", "")) and name not in meta["shards"]:
-            path.unlink()
-    files.write_json(out / "meta.json", meta)
-    train, val = (sum(shard["tokens"] for shard in shards_of(meta, split)) for split in ("train", "val"))
+def summarize(out, meta):
+    train, val = (sum(row["tokens"] for row in shards_of(meta, split)) for split in ("train", "val"))
     print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held out, in {out}")
 
 
@@ -269,11 +236,10 @@ def data_hash(meta):
     return hashlib.sha256(digests.encode()).hexdigest()[:16]
 
 
-def read_meta(folder, verify=True):
-    """meta.json of a data set. verify: also check every shard's hash, if the data set is smaller than VERIFY_BELOW.
-    Raises ValueError if something is missing or damaged."""
-    folder = Path(folder)
-    path, make_it = folder / "meta.json", f"make the data set with {script_of(folder)}"
+def read_meta(folder):
+    """meta.json of a data set. Raises ValueError if it is missing or damaged."""
+    path = Path(folder, "meta.json")
+    make_it = f"make the data set with {script_of(folder)}"
     if not path.exists():
         raise ValueError(f"{path} is missing: {make_it}")
     meta = files.read_json(path)
@@ -281,12 +247,6 @@ def read_meta(folder, verify=True):
     if not (files.has(whole, vocab_size=int, tokenizer=str, stride=int, separator=int) and has_shards(whole)
             and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
         raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
-    for name in meta["shards"]:
-        if not (folder / name).exists():
-            raise ValueError(f"{folder / name} is missing: {make_it}")
-    if verify and sum((folder / name).stat().st_size for name in meta["shards"]) < VERIFY_BELOW:
-        for name, row in meta["shards"].items():
-            check_shard(folder / name, row["sha256"], meta["vocab_size"])
     return meta
 
 
@@ -297,47 +257,35 @@ def has_shards(meta):
         for name, row in meta["shards"].items())
 
 
-def check_shard(path, digest, vocab_size):
-    """Check the hash and the ids of a whole shard. Raises ValueError."""
-    highest, again = read_shard(path).max(), f"run {script_of(path.parent)} again"
-    if files.sha256(path) != digest:
-        raise ValueError(f"{path} is not the file that meta.json describes (sha256 differs): {again}")
-    if highest >= vocab_size:
-        raise ValueError(f"{path} holds the token id {highest}, but meta.json says vocab_size={vocab_size}: {again}")
-
-
-# ------------------------------------------------------------------------------------------------ data sets: for a run
+# -------------------------------------------------------------------------- data sets: for a run
 
 DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
-OFFLINE = {"stdlib": "bytes", "backcopy": "numbers"}                    # {name: tokenizer}, made without network
+MADE_HERE = {"stdlib": "bytes", "backcopy": "numbers"}                  # {name: tokenizer}, made when they are needed
 
 
 def script_of(folder):
     """The command that makes this data set, for error messages."""
     name = Path(folder).name
-    return f"python data/{name}.py" if name in DATA_SETS else "a data script: " + ", ".join(DATA_SETS)
+    known = next((known for known in DATA_SETS if f"{name}-".startswith(f"{known}-")), None)
+    return f"python data/{known}.py" if known else f"python data/text.py --source=... --name={name}"
 
 
 def home(dataset, name, content):
-    """The folder for a data set in some tokenizer: data/<dataset>, or data/<dataset>-<name>, so that one data set can
-    exist in several tokenizers. content: of the tokenizer's file, if it needs one."""
-    usual = OFFLINE.get(dataset)                # train.py makes data/stdlib by itself, in this tokenizer
-    symbols = "numbers" in (name, usual)        # they have no other tokenizer
-    plain = symbols or (name == usual if usual else not content)
+    """The folder for a data set in some tokenizer: data/<dataset>-<its name> for one with a tokenizer.json, of which
+    `content` is the content, and otherwise data/<dataset>. train.py makes data/stdlib in bytes."""
+    usual = MADE_HERE.get(dataset)
+    plain = name == usual if usual else not content
     return HERE / (dataset if plain else f"{dataset}-{name}")
 
 
 def data_folder(dataset, run=None):
-    """A data set's folder: any path, or data/<dataset>. run: a run whose tokenizer the data set must use. If
-    data/<dataset> uses another one, the result is a folder data/<dataset>-..., whatever the tokenizer's name there."""
+    """A data set's folder: any path, or data/<dataset>. run: the folder of a run; if data/<dataset> is not in its
+    tokenizer, the result is its home in that tokenizer."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
     plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
-    if name is None:
-        return plain
-    beside = (path for path in sorted(HERE.glob(f"{dataset}-*")) if meta_of(path).get("dataset") == dataset)
-    fitting = (path for path in (plain, *beside) if identity(path) == identity(run))
-    return next(fitting, home(dataset, name, content_of(run)))
+    fits = name is None or same_tokenizer(plain, run)
+    return plain if fits else home(dataset, name, content_of(run))
 
 
 def data_for(run, dataset, machine):
@@ -346,31 +294,21 @@ def data_for(run, dataset, machine):
     missing, damaged, or in another tokenizer."""
     folder, name = data_folder(dataset, run), tokenizer_name(run)
     as_flag = f"--tokenizer={run if name and content_of(run) else name}"
-    if machine.local_rank == 0 and dataset in OFFLINE and not (folder / "meta.json").exists():
+    if machine.local_rank == 0 and dataset in MADE_HERE and not (folder / "meta.json").exists():
         make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
-    if name and not ((folder / "meta.json").exists() and identity(folder) == identity(run)):
-        script = f"python data/{dataset}.py" if dataset in ("fineweb_edu", "shakespeare", "stdlib") else (
-            f"python data/text.py --source=... --name={Path(dataset).name}")
-        command = "python data/backcopy.py" if name == "numbers" else f"{script} {as_flag}"
+    if name and not same_tokenizer(folder, run):
+        command = "python data/backcopy.py" if name == "numbers" else f"{script_of(HERE / dataset)} {as_flag}"
         raise ValueError(f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with {command}")
-    return folder, read_meta(folder, verify=machine.main)
+    return folder, read_meta(folder)
 
 
 def make(dataset, folder, flags):
-    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON. The files are
-    written elsewhere and moved when complete, meta.json last: two runs that begin together may both make them."""
+    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON."""
+    script = [sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={folder}"]
     print(f"making {folder}: {' '.join(['python', f'data/{dataset}.py', *flags])}", file=sys.stderr, flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as scratch:
-        made = Path(scratch) / folder.name
-        done = subprocess.run([sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={made}"],
-                              stdout=subprocess.PIPE, text=True)
-        print(done.stdout.replace(str(made), str(folder)), end="", file=sys.stderr)
-        if done.returncode:
-            raise ValueError(f"data/{dataset}.py failed: see the line above")
-        for path in sorted(made.iterdir(), key=lambda path: path.name == "meta.json"):
-            os.replace(path, folder / path.name)
+    if subprocess.run(script, stdout=2).returncode:                     # 2: the file descriptor of stderr
+        raise ValueError(f"data/{dataset}.py failed: see the line above")
 
 
 def check_vocabulary(config, meta, dataset):
@@ -388,25 +326,26 @@ def check_vocabulary(config, meta, dataset):
 
 class Tokens:
     """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens.
-    Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs: also read where documents
-    begin."""
+    Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs: also find
+    where documents begin, which is at each separator: the vocabulary's last id, unless meta.json names it."""
 
     def __init__(self, folder, split, docs=False):
-        folder = Path(folder)
-        paths = sorted(path for path in folder.glob(f"{split}_*.bin") if SHARD.fullmatch(path.name))
-        paths = paths or [folder / f"{split}.bin"]
-        if not paths[0].exists():
-            raise ValueError(f"{paths[0]} is missing: make it with {script_of(folder)}")
+        folder, meta = Path(folder), read_meta(folder)
+        paths = [folder / name for name in sorted(meta["shards"]) if name.startswith(split)]
+        if not paths:
+            raise ValueError(f"{folder} has no shard of the split {split}: run {script_of(folder)}")
         self.name = str(folder / split)
-        self.shards = [read_shard(p) for p in paths]
-        if len({shard.dtype for shard in self.shards}) > 1:
-            raise ValueError(f"{self.name}_*.bin come from two data sets (their tokens have two sizes): delete "
-                             f"them and run {script_of(folder)} again")
-        self.ends = np.cumsum([len(s) for s in self.shards])
-        self.stride = meta_of(folder).get("stride", 1)
-        self.documents = np.concatenate([[0], *(                        # where they begin, in the whole array
-            read_starts(path, len(shard)) + end - len(shard)
-            for path, shard, end in zip(paths, self.shards, self.ends, strict=True))]) if docs else None
+        self.shards = [read_shard(path) for path in paths]
+        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.stride, self.documents = meta.get("stride", 1), None
+        if docs:
+            separator = meta.get("separator", meta["vocab_size"] - 1)
+            self.documents = np.concatenate([               # where they begin, in the whole array
+                np.flatnonzero(shard == separator) + end - len(shard)
+                for shard, end in zip(self.shards, self.ends, strict=True)])
+            if 0 not in self.documents[:1]:
+                raise ValueError(f"{self.name} does not begin with a document's separator, so it is one piece, or "
+                                 "holds no text: leave out --docs, or change --dataset")
 
     def __len__(self):
         return int(self.ends[-1])
@@ -459,17 +398,15 @@ def flags(doc, dataset, tokenizer):
                              f"data/{dataset}-TOKENIZER, so it can exist in several)")
     parser.add_argument("--source", type=Path, help="local file or folder to read")
     parser.add_argument("--tokenizer", default=tokenizer,
-                        help="bytes; gpt2; gpt2-2048 (only its first 2,047 ids, and a separator); the name of a run "
-                             "below out/ that came with a tokenizer (smollm2); or the path of a folder or file with a "
-                             "tokenizer.json (default: %(default)s)")
-    parser.add_argument("--tokenizer_files", type=Path,
-                        help="folder with vocab.bpe and encoder.json, for gpt2 without network")
+                        help="bytes; gpt2, by the package tiktoken; gpt2-2048 (only its first 2,047 ids, and a "
+                             "separator); the name of a run below out/ that came with a tokenizer (smollm2); or the "
+                             "path of a folder with a tokenizer.json (default: %(default)s)")
     return parser
 
 
 def settle(args, dataset):
     """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
-    coder = tokenizer(args.tokenizer, args.tokenizer_files)
+    coder = tokenizer(args.tokenizer)
     if coder.name == "numbers":
         raise ValueError(f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2")
     args.out_dir = args.out_dir or home(dataset, coder.name, coder.content)

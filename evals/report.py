@@ -16,7 +16,7 @@ def report(model, machine, folder, windows, batch_size, in_parts=False, docs=Fal
     all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
     main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
-    data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
+    data_meta = tokens.read_meta(folder)
     splits = {name: tokens.Tokens(folder, name, docs) for name in ("train", "val")}
     losses = {name: mean_loss(model, split, machine, windows, batch_size, share=not in_parts)
               for name, split in splits.items()}

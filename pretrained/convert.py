@@ -121,7 +121,7 @@ def source_tokenizer(name, source):
     """The tokenizer of a model. Raises ValueError if it is missing or has more ids than the embedding has rows."""
     put_it = "put the model's own tokenizer.json there"
     if source.tokenizer:
-        coder = coders.from_content(source.tokenizer, name, source.path, source.id_hints)
+        coder = coders.Tokenizer(source.tokenizer, name, source.path, source.id_hints)
     elif source.config_json["model_type"] == "gpt2":
         coder = coders.tokenizer("gpt2")        # OpenAI's
     else:

@@ -177,7 +177,7 @@ WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the sa
 
 def write_data(folder, train, val):
     """A data set from two arrays of bytes."""
-    shards = {name: tokens.write_shard(folder / name, np.asarray(ids)) | {"bytes": len(ids)}
+    shards = {name: tokens.write_shard(folder / name, [np.asarray(ids)]) | {"bytes": len(ids)}
               for name, ids in (("train.bin", train), ("val.bin", val))}
     meta = {"dataset": folder.name, "tokenizer": "bytes", "vocab_size": 257, "shards": shards}
     files.write_json(folder / "meta.json", meta)

@@ -1,19 +1,24 @@
 """data/tokens.py and coders.py: shards on disk, windows over them, tokenizers."""
+import functools
 import hashlib
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import SPECIAL, TEXT, WORDS, assert_says, byte_pairs, write_data, write_tokenizer
+from conftest import ROOT, SPECIAL, TEXT, WORDS, assert_says, byte_pairs, write_data, write_tokenizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common import files
 from data import coders, tokens
+
+GPT2_FILES = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared/data"), "tokenizer/tiktoken_cache")
 
 
 def test_every_script_that_makes_a_data_set_is_known():
@@ -24,17 +29,20 @@ def test_every_script_that_makes_a_data_set_is_known():
 @given(st.data(), st.sampled_from([300, 65536, 65537, 128256]), st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_size, sizes):
     """Headers are those of llm.c. A larger vocabulary has wider ids. Shards are mapped, and not read. An id outside the
-    vocabulary is reported with its file. Shards whose ids are of two sizes are refused."""
-    folder, cuts = tmp_path_factory.mktemp("shards"), np.cumsum([0, *sizes]).tolist()
+    vocabulary is reported with its file. A shard that meta.json does not name is not read."""
+    folder, cuts, rows = tmp_path_factory.mktemp("shards"), np.cumsum([0, *sizes]).tolist(), {}
     ids = np.array(draw.draw(st.lists(st.integers(0, vocab_size - 1), min_size=cuts[-1], max_size=cuts[-1])))
-    coder = SimpleNamespace(vocab_size=vocab_size, separator=-1, lengths=np.full(vocab_size, 3))
+    coder = SimpleNamespace(vocab_size=vocab_size, separator=-1, prefix=0, lengths=np.full(vocab_size, 3))
     magic, kind = ([20240801, 7], "<u4") if vocab_size > 1 << 16 else ([20240520, 1], "<u2")
     for n, (a, b) in enumerate(itertools.pairwise(cuts)):
-        row = tokens.write_shard(folder / f"train_{n:06d}.bin", ids[a:b], coder)
-        raw = (folder / f"train_{n:06d}.bin").read_bytes()
+        name = f"train_{n:06d}.bin"
+        rows[name] = tokens.write_shard(folder / name, np.array_split(ids[a:b], 2), coder)
+        raw = (folder / name).read_bytes()
         assert np.frombuffer(raw[:1024], "<i4").tolist() == [*magic, b - a] + [0] * 253
         assert np.frombuffer(raw[1024:], kind).tolist() == ids[a:b].tolist()
-        assert row == {"tokens": b - a, "bytes": 3 * (b - a), "sha256": hashlib.sha256(raw).hexdigest()}
+        assert rows[name] == {"tokens": b - a, "bytes": 3 * (b - a), "sha256": hashlib.sha256(raw).hexdigest()}
+    files.write_json(folder / "meta.json", {"tokenizer": "toy", "vocab_size": vocab_size, "shards": rows})
+    tokens.write_shard(folder / "train_000009.bin", [[0]])
     split = tokens.Tokens(folder, "train")
     assert len(split) == cuts[-1] and all(isinstance(shard, np.memmap) for shard in split.shards)
     length = draw.draw(st.integers(1, cuts[-1]))
@@ -44,21 +52,13 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
     assert rows.dtype == np.int64 and (rows == expected).all()
     with pytest.raises(ValueError, match=f"train: token id {expected.max()} near .* has {expected.max()} ids"):
         split.windows(starts, length, expected.max())
-    tokens.write_shard(folder / "train_000009.bin", [0], None if vocab_size > 1 << 16 else SimpleNamespace(
-        separator=-1, vocab_size=70_000, lengths=np.ones(1, int)))
-    with pytest.raises(ValueError, match="train_.*two sizes.*run"):
-        tokens.Tokens(folder, "train")
 
 
 def test_the_hash_follows_the_contents_of_both_splits(tmp_path):
-    """A small data set is compared with its hashes."""
     splits = [([1, 2], [3]), ([1, 4], [3]), ([1, 2], [4]), ([3], [1, 2]), ([1, 2], [3])]
     folders = [write_data(tmp_path / str(n), *split) for n, split in enumerate(splits)]
     hashes = [tokens.data_hash(tokens.read_meta(folder)) for folder in folders]
     assert hashes[0] == hashes[-1] and len(set(hashes)) == 4
-    shutil.copy(folders[1] / "train.bin", folders[0])
-    with pytest.raises(ValueError, match="train.bin is not the file that meta.json describes"):
-        tokens.read_meta(folders[0])
 
 
 def test_a_shard_holds_fewer_tokens_than_an_int32_can_count():
@@ -126,6 +126,40 @@ def test_a_space_that_a_tokenizer_adds_before_a_text_is_no_byte_of_it(pairs, tmp
         assert coder.prefix == prefix and row["bytes"] == sum(len(text.encode()) for text in texts)
 
 
+@pytest.fixture
+def gpt2(monkeypatch):
+    """The folder with the files of GPT-2's tokenizer becomes that of tiktoken."""
+    if not GPT2_FILES.exists():
+        pytest.skip("needs public data: set NANO_DATA")
+    pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_FILES))
+
+
+@given(text=st.lists(PIECES | st.text(st.characters(codec="utf-8")), max_size=9).map("".join))
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-2048"])
+def test_gpt2_has_the_same_ids_in_an_exported_tokenizer_json(name, text, gpt2, tmp_path_factory):
+    """Also with only its first pairs. A special token that is spelled in a text is text."""
+    ours, exported = exported_gpt2(name)
+    ids = ours.encode(text)
+    assert ids.tolist() == exported.encode(text).tolist() and ours.decode([ours.separator, *ids]) == text
+    assert ours.lengths[ids].sum() == exported.lengths[ids].sum() == len(text.encode())
+    assert (ours.name, ours.vocab_size) == (name, len(ours.lengths)) and exported.separator == ours.separator
+
+
+@functools.cache
+def exported_gpt2(name):
+    coder = tokens.tokenizer(name)
+    return coder, coders.Tokenizer(coder.exported, "exported", "tokenizer.json")
+
+
+def test_without_a_network_the_folder_of_tiktoken_is_named(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken, "get_encoding", mock.Mock(side_effect=ConnectionError("no network")))
+    with pytest.raises(ValueError, match=f"{tmp_path} does not hold GPT-2's tokenizer.*TIKTOKEN_CACHE_DIR=FOLDER"):
+        tokens.tokenizer("gpt2")
+
+
 def test_a_long_text_is_cut_where_no_pair_of_tokens_is_merged(pairs):
     _, (ours, theirs), _ = pairs
     long = "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310
@@ -159,14 +193,16 @@ def test_a_tokenizer_is_found_by_several_names(toy, toy_data, tmp_path, monkeypa
     """A leftover file is ignored: if meta.json names a tokenizer without a separator, this tokenizer needs no file."""
     monkeypatch.chdir(tmp_path)
     smol = shutil.copytree(toy, tmp_path / "out" / "smol")
-    for name in ("smol", "out/smol", "out/smol/tokenizer.json", str(toy), str(toy_data)):
+    for name in ("smol", "out/smol", str(toy), str(toy_data)):
         assert tokens.tokenizer(name).name == "toy" and tokens.tokenizer(name).encode("fox").size
     files.write_json(smol / "meta.json", {"separator": 0})
     assert tokens.tokenizer("smol").name == "smol"                      # the folder, if nothing else names it
     files.write_json(smol / "meta.json", {"tokenizer": "bytes"})
-    assert tokens.content_of(smol) is None and tokens.tokenizer("smol").name == "bytes"
-    (tmp_path / "tokenizer.json").write_bytes(coders.Bytes.exported)                # a known one under another name
-    assert tokens.tokenizer(str(tmp_path)).name == coders.identity(tmp_path) == "bytes"
+    assert tokens.tokenizer("smol").name == "bytes"
+    (smol / "meta.json").unlink()
+    (smol / "tokenizer.json").write_text('{"model": {"type": "WordLevel"}}')
+    with pytest.raises(ValueError, match="smol/tokenizer.json is not a tokenizer.json that"):
+        tokens.tokenizer("smol")
 
 
 MACHINE = SimpleNamespace(main=True, local_rank=0, wait=lambda: None)
@@ -181,7 +217,7 @@ import sys
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
 coder = tokens.settle(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
-ids = dict(train=coder.encode("one"), val=coder.encode("two"))
+ids = dict(train=[coder.encode("one")], val=[coder.encode("two")])
 tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib")
 """)
     monkeypatch.setattr(tokens, "HERE", tmp_path / "data")
@@ -204,28 +240,21 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
 
 FIT = [                                         # (run, data set, the folder found or what is refused)
     *((run, "books", "data/books$") for run in (None, "older", "bytes")), ("numbers", "./lab", "^lab$"),
-    *((run, "books", "data/books-toy$") for run in ("toy", "twin")),
-    *((run, "./foxes", "^foxes$") for run in ("toy", "twin", "older")),
+    ("toy", "books", "data/books-toy$"), *((run, "./foxes", "^foxes$") for run in ("toy", "older")),
     ("toy", "plays", "tokenizer of toy .toy.: .* python data/text.py --source=... --name=plays --tokenizer=toy$"),
     ("bytes", "./foxes", "not a data set .*--tokenizer=bytes$"), ("namesake", "books", "books-toy is not a data set"),
-    ("other", "books", "other is not a data set .*--tokenizer=other$"), ("numbers", "stdlib", "data/backcopy.py$")]
+    ("other", "books", "other is not a data set .*--tokenizer=other$"), (None, "plays", "plays/meta.json is missing")]
 
 
 def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_path, backcopy):
-    """An older run names none. A twin has the same tokenizer under another name, saved by another program and with
-    truncation. One with another separator is another. So is a namesake with other ids."""
-    saved = dict(reversed(files.read_json(toy / "tokenizer.json").items())) | {"truncation": {"max_length": 9}}
-    for name, meta in (("older", {}), *((name, {"tokenizer": name}) for name in ("bytes", "numbers")),
-                       *((name, {"tokenizer": name, "separator": n}) for n, name in enumerate(("twin", "other")))):
+    """An older run names none. A namesake has other ids."""
+    for name, meta in (("older", {}), *((name, {"tokenizer": name}) for name in ("bytes", "numbers"))):
         files.write_json(tmp_path / name / "meta.json", meta)
-        if "separator" in meta:
-            files.write_json(tmp_path / name / "tokenizer.json", saved)
+    write_tokenizer(tmp_path / "other", tokenizer="other", separator=1)
     write_tokenizer(tmp_path / "namesake", byte_pairs("sphinx of black quartz"), tokenizer="toy", separator=0)
-    for source, place in ((toy, "toy"), (toy_data, "foxes"), (backcopy, "lab"), (toy_data, shelf / "books-toy"),
-                          (toy_data, shelf / "books-french")):          # another data set, not these books
+    for source, place in ((toy, "toy"), (toy_data, "foxes"), (backcopy, "lab"), (toy_data, shelf / "books-toy")):
         shutil.copytree(source, tmp_path / place)
     write_data(shelf / "books", WORDS[:99], WORDS[:99])
-    files.write_json(shelf / "books-toy/meta.json", tokens.read_meta(toy_data) | {"dataset": "books"})
     for run, dataset, expected in FIT:
         try:
             found, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
