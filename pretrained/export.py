@@ -2,9 +2,9 @@
 
     python data/weights.py export out/RUN FOLDER
 
-It can export plain softmax recipes with Llama's blocks (--norm=rmsnorm --mlp=swiglu) or GPT-2's (--pos=learned
---bias=1), and refuses all others with the reason. Data in symbols has no tokenizer to write. It needs transformers:
-pip install transformers
+It can export plain softmax recipes with Llama's blocks (--norm=rmsnorm --mlp=swiglu) or GPT-2's
+(--pos=learned --bias=1), and refuses all others with the reason. Data in symbols has no tokenizer to
+write. It needs transformers: pip install transformers
 """
 import dataclasses
 import os
@@ -33,7 +33,7 @@ def export(run, folder):
     if folder.exists():
         raise ValueError(f"{folder} exists: name a new folder")
     tokenizer, separator = coders.content_of(path.parent), meta.get("separator")
-    if not tokenizer:                           # one made for bytes and GPT-2; none for symbols, or an older run's
+    if not tokenizer:                           # bytes and GPT-2 have one, symbols have none
         coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
         tokenizer, separator = coder.exported, coder.separator
     for key in BOS_AND_EOS:
@@ -41,15 +41,17 @@ def export(run, folder):
     with torch.device("meta"):
         ours, theirs = GPT(config), transformers.AutoModelForCausalLM.from_config(their_config)
     load_weights(ours, read_weights(path), path, copy=False)
-    theirs.load_state_dict(state_for(ours.state_dict(), config, their_config.model_type), assign=True)
+    state = state_for(ours.state_dict(), config, their_config.model_type)
+    theirs.load_state_dict(state, assign=True)
     theirs.tie_weights()
     theirs.config.dtype = theirs.dtype
-    part = folder.with_name(f".{folder.name}.part")                     # renamed when it is complete
+    part = folder.with_name(f".{folder.name}.part")             # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
     theirs.save_pretrained(part)
     if tokenizer:
         coders.keep_tokenizer(part, tokenizer)
-        files.write_json(part / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+        reader = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files.write_json(part / "tokenizer_config.json", reader)
     os.replace(part, folder)
     return their_config
 
@@ -63,12 +65,14 @@ def exported_config(config):
             back = decisive(config_from(their_config))
         except ValueError:                      # such as GPT-2 with SwiGLU
             continue
-        differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
+        differing[kind] = [f"{field}={value}" for field, value in wanted.items()
+                           if back.get(field, value) != value]
         if not differing[kind]:
             return their_config
     kind = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(f"this run cannot be exported, because a {kind} has no {', '.join(differing[kind])}. Train a "
-                     "Llama (--norm=rmsnorm --mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
+    raise ValueError(f"this run cannot be exported, because a {kind} has no "
+                     f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm --mlp=swiglu) or a "
+                     "GPT-2 (--pos=learned --bias=1)")
 
 
 def decisive(config):
@@ -77,7 +81,8 @@ def decisive(config):
     ignored += [] if config.pos == "rope" else ["rope_base"]
     values = dataclasses.asdict(config) | {
         "head_dim": config.head_width, "n_inner": hidden_width(config),
-        "qkv_bias": config.bias or config.qkv_bias, "rope_scaling": parse_rope_scaling(config.rope_scaling)}
+        "qkv_bias": config.bias or config.qkv_bias,
+        "rope_scaling": parse_rope_scaling(config.rope_scaling)}
     return {field: value for field, value in values.items() if field not in ignored}
 
 

@@ -1,6 +1,7 @@
-"""The families of public models that can be converted: their configs and tensors, translated to ours and back.
+"""The families of public models that can be converted: their configs and tensors, and ours.
 
-A family is a model_type of transformers. In this folder, "their" config, key, name or tensor is one of transformers.
+A family is a model_type of transformers. In this folder, "their" config, key, name or tensor is one
+of transformers.
 """
 import dataclasses
 import re
@@ -17,7 +18,7 @@ LLAMA = {"norm": "rmsnorm", "mlp": "swiglu", "pos": "rope", "bias": False}
 LLAMA_NAMES = {                                 # {our module: theirs}
     "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm",
     "transformer.h": "model.layers",
-    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",      # from here on inside a block
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm",      # from here on in a block
     "attn.c_attn": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
     "attn.c_proj": "self_attn.o_proj",
@@ -60,7 +61,7 @@ FAMILIES = {
         {"block_size": "seq_length", "vocab_size": "vocab_size", "n_layer": "n_layer",
          "n_head": "n_head", "n_embd": "hidden_size", "norm_eps": "layer_norm_epsilon",
          "tied": "tie_word_embeddings"})}
-ACTIVATIONS = {                                 # {theirs: ours}; export writes the last of two names
+ACTIVATIONS = {                                 # {theirs: ours}; the last of two is exported
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu",
     "relu2": "relu2"}
 ROPE_NUMBERS = {                                # {rope_type: the numbers of --rope_scaling}
@@ -70,8 +71,8 @@ ROPE_NUMBERS = {                                # {rope_type: the numbers of --r
 # keys on which no logit depends. Any other key must be a family's field, or have its default value
 WITHOUT_EFFECT = set("""
     architectures transformers_version torch_dtype dtype _name_or_path _model_name_or_path
-    name_or_path tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id id2label label2id
-    num_labels problem_type finetuning_task task_specific_params summary_type summary_use_proj
+    name_or_path tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id id2label
+    label2id num_labels problem_type finetuning_task task_specific_params summary_type summary_use_proj
     summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens use_cache
     output_attentions output_hidden_states output_past return_dict do_sample max_length temperature
     top_k top_p initializer_range gradient_checkpointing attention_dropout hidden_dropout
@@ -80,8 +81,7 @@ WITHOUT_EFFECT = set("""
     skip_bias_add_qkv offset_alibi n_ctx seq_length max_window_layers is_llama_config
     _num_labels transformers.js_config unsloth_version unsloth_fixed
     """.split())
-
-FOREIGN = {"use_mrope": False, "rope_interleaved": False}               # keys that transformers lacks
+FOREIGN = {"use_mrope": False, "rope_interleaved": False}       # keys that transformers lacks
 
 # ------------------------------------------------------------------------------------ their config
 
@@ -102,12 +102,11 @@ def config_from(theirs):
         if key == "layer_types" and right:      # one entry a layer
             value, right = {*value}, {*right}
         if value != right:
-            raise ValueError(f"{key}={value} may change the logits: model.py computes a {kind} with "
-                             f"{right} there. Delete the key if no logit depends on it")
+            raise ValueError(f"{key}={value} may change the logits: model.py computes a {kind} "
+                             f"with {right} there. Delete the key if no logit depends on it")
     found = {field: 0 if values.get(key) is None else values[key]
              for field, key in family.fields.items()}
-    # a GGUF has 1e-5 as a float32
-    found["norm_eps"] = float(f"{found['norm_eps']:.6g}")
+    found["norm_eps"] = float(f"{found['norm_eps']:.6g}")       # a GGUF rounds 1e-5 to a float32
     if kind == "bloom":
         found["block_size"] = values.get("seq_length", 2048)
     if "mlp" in found:
@@ -128,8 +127,8 @@ def rope_from(rope):
     known = {"rope_type", "type", "rope_theta", *names}
     odd = [key for key, value in rope.items() if key not in known and value is not None]
     if how not in ROPE_NUMBERS or odd:
-        raise ValueError(f"rope_type={how} with {', '.join(odd) or 'no numbers'} is not among those "
-                         f"that model.py computes: {ROPE_NUMBERS}")
+        raise ValueError(f"rope_type={how} with {', '.join(odd) or 'no numbers'} is not among "
+                         f"those that model.py computes: {ROPE_NUMBERS}")
     numbers = ",".join(str(rope[name]) for name in names)
     return {"rope_base": float(rope["rope_theta"]),
             "rope_scaling": f"{how}:{numbers}" if numbers else ""}

