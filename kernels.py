@@ -368,7 +368,8 @@ def row_tiles(j, inputs, head, c: tl.constexpr):
         hi = tl.load(ends + last)                                               # ()
         b = tl.minimum(b, tl.load(ends + j) // c.BM * c.BM)                     # ()
     if inputs.window is not None:
-        if j >= start_of(last, inputs, head) + inputs.first:                    # all later rows see the first keys
+        # all later rows of the document see its first keys
+        if tl.maximum(j - start_of(last, inputs, head), 0) >= inputs.first:
             hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo, m = j // c.BM * c.BM, tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(hi, c.BM)) * c.BM
