@@ -349,7 +349,7 @@ def key_tiles(i, inputs, head, c: tl.constexpr):
         first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, end)
         if inputs.starts is not None:
             first_end = tl.where(inputs.first > 0, first_end, first)
-        lo = tl.maximum(i + 1 - inputs.window, start) // c.BN * c.BN            # start of the first row's window
+        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
         lo = tl.maximum(lo, first_end)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN    # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)

@@ -7,7 +7,7 @@ import reference_mixers as reference
 import torch
 from bounds import below, close
 from conftest import DEVICE, tiny_config
-from hypothesis import given
+from hypothesis import example, given
 from layers import layer, normal, with_gradients
 from torch.nn import functional as F
 
@@ -60,6 +60,7 @@ def assert_exact(function, x, limit=1e-5):
 
 
 @forms
+@example(**FORM | {"rate": "channel", "erases": True, "strength": 400})         # KDA
 def test_chunks_are_exact_in_float32(**form):
     """Also where all but the token itself is forgotten: quotients of exponentials would be 0 / 0."""
     for chunk in (one_chunk, token_by_token):
