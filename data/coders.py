@@ -27,22 +27,20 @@ from common import files
 # -------------------------------------------------------------------- the format tokenizer.json
 
 END = "<|endoftext|>"                           # the separator of most tokenizers
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes spelled as themselves
 # {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
 BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b
                  for b in range(256)}
 
 
-def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
-    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging; special:
-    {spelling: id} of special tokens; cutting: pre-tokenizers that cut a text into words."""
-    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    described = {
-        "added_tokens": [{"id": i, "content": token} | plain for token, i in special.items()],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(cutting)}, "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
-    return json.dumps(described, ensure_ascii=False).encode()
+def byte_pairs(vocab, merges, separator):
+    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return json.dumps({
+        "added_tokens": [plain | {"id": separator, "content": END, "special": True}],
+        "pre_tokenizer": level, "decoder": level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges}}, ensure_ascii=False).encode()
 
 
 # ------------------------------------------------------------------------------------ tokenizers
@@ -51,7 +49,7 @@ def byte_pairs(vocab, merges, special, cutting=(BYTE_LEVEL,)):
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
     name, vocab_size, separator, prefix = "bytes", 257, 256, 0
-    content, exported = None, byte_pairs(BYTE_SPELLING, [], {END: 256})            # without any merges
+    content, exported = None, byte_pairs(BYTE_SPELLING, [], 256)            # without any merges
     lengths = np.array([1] * 256 + [0])
 
     def encode(self, text):
@@ -108,7 +106,7 @@ class GPT2:
         merges = files.optional("tiktoken.load").read_file_cached(self.MERGES).decode().split("\n")[1:-1]
         spelling = {byte: character for character, byte in BYTE_SPELLING.items()}
         vocab = {"".join(spelling[byte] for byte in piece): i for piece, i in self.pieces.items()}
-        return byte_pairs(vocab, merges[:self.separator - 256], {END: self.separator})
+        return byte_pairs(vocab, merges[:self.separator - 256], self.separator)
 
     def encode(self, text):
         return self.coder.encode_to_numpy(text, disallowed_special=())  # special tokens are text

@@ -115,7 +115,7 @@ def test_a_space_that_a_tokenizer_adds_before_a_text_is_no_byte_of_it(pairs, tmp
     path, plain = tmp_path_factory.mktemp("data") / "train.bin", pairs[1 if way == 0 else 2][0]
     described, low_line = json.loads(plain.exported), "\u2581"
     described |= [
-        {"pre_tokenizer": coders.BYTE_LEVEL | {"add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}},
         {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": low_line},
                                                             described["normalizer"]]}},
         {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": low_line, "split": False,
