@@ -1,7 +1,7 @@
 """Tokenizers: text into ids and back. Each is a class with
 
     name, vocab_size, separator     separator: the id between two texts
-    content                         content of the tokenizer.json that a run must store; None: its name is enough
+    content                         of the tokenizer.json that a run must store; None: none
     exported                        the tokenizer as a tokenizer.json; None: it cannot be one
     lengths                         bytes of text of each id, (vocab_size,)
     prefix                          bytes that encode adds before a text: 1 if it adds a space
@@ -27,16 +27,16 @@ from common import files
 # -------------------------------------------------------------------- the format tokenizer.json
 
 END = "<|endoftext|>"                           # the separator of most tokenizers
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]       # bytes spelled as themselves
-# {character: byte} of byte-level tokenizers; the other bytes are spelled by the characters from 256 on
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]   # bytes spelled as themselves
+# {character: byte} of byte-level tokenizers; other bytes are spelled by the characters from 256 on
 BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b
                  for b in range(256)}
 
 
 def byte_pairs(vocab, merges, separator):
-    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in the order of merging."""
+    """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in their order."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return json.dumps({
         "added_tokens": [plain | {"id": separator, "content": END, "special": True}],
         "pre_tokenizer": level, "decoder": level,
@@ -49,7 +49,7 @@ def byte_pairs(vocab, merges, separator):
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
     name, vocab_size, separator, prefix = "bytes", 257, 256, 0
-    content, exported = None, byte_pairs(BYTE_SPELLING, [], 256)            # without any merges
+    content, exported = None, byte_pairs(BYTE_SPELLING, [], 256)        # without any merges
     lengths = np.array([1] * 256 + [0])
 
     def encode(self, text):
@@ -66,7 +66,8 @@ class Numbers:
     def encode(self, text):
         words = text.split()
         if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError(f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}")
+            raise ValueError("the tokens are symbols here: write a prompt as numbers and spaces, "
+                             f"not {text!r}")
         return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):
@@ -96,14 +97,18 @@ class GPT2:
         self.name = "gpt2" if ids == self.SIZE else f"gpt2-{ids}"
         self.vocab_size, self.separator = ids, ids - 1
         # ids are the bytes, then the pairs in the order of merging
-        self.pieces = {piece: i for piece, i in whole._mergeable_ranks.items() if i < self.separator}
-        self.coder = tiktoken.Encoding(self.name, pat_str=whole._pat_str, mergeable_ranks=self.pieces,
-                                       special_tokens={END: self.separator})
-        self.lengths = np.array([len(piece) for piece in sorted(self.pieces, key=self.pieces.get)] + [0])
+        ranks = whole._mergeable_ranks
+        self.pieces = {piece: i for piece, i in ranks.items() if i < self.separator}
+        self.coder = tiktoken.Encoding(
+            self.name, pat_str=whole._pat_str, mergeable_ranks=self.pieces,
+            special_tokens={END: self.separator})
+        in_order = sorted(self.pieces, key=self.pieces.get)
+        self.lengths = np.array([*map(len, in_order), 0])
 
     @property
     def exported(self):
-        merges = files.optional("tiktoken.load").read_file_cached(self.MERGES).decode().split("\n")[1:-1]
+        content = files.optional("tiktoken.load").read_file_cached(self.MERGES).decode()
+        merges = content.split("\n")[1:-1]      # the first line is a version
         spelling = {byte: character for character, byte in BYTE_SPELLING.items()}
         vocab = {"".join(spelling[byte] for byte in piece): i for piece, i in self.pieces.items()}
         return byte_pairs(vocab, merges[:self.separator - 256], self.separator)
@@ -121,10 +126,10 @@ TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those 
 class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
-    content: of that file; path: its place, for error messages. id_hints: the model's other JSON files that may name
-    the ids that begin and end a text (config.json, ...), as dicts. separator: the id between two texts. None: the first
-    that exists of <|endoftext|>, the token that the tokenizer puts before a text, and those that begin or end a text
-    according to id_hints."""
+    content: of that file; path: its place, for error messages. id_hints: the model's other JSON files
+    that may name the ids that begin and end a text (config.json, ...), as dicts. separator: the id
+    between two texts. None: the first that exists of <|endoftext|>, the token that the tokenizer puts
+    before a text, and those that begin or end a text according to id_hints."""
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
         self.content = self.exported = content
@@ -135,10 +140,10 @@ class Tokenizer:
             before_a_text = self.coder.encode("").ids[:1]
             decoder = json.loads(content).get("decoder")
         except Exception as e:                  # the package raises this very class
-            raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use ({e}): fetch "
-                             "it again, or name another tokenizer") from None
+            raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use "
+                             f"({e}): fetch it again, or name another tokenizer") from None
         self.byte_level = "ByteLevel" in json.dumps(decoder)            # otherwise as SentencePiece
-        self.coder.encode_special_tokens = True                         # special tokens spelled in a text are text
+        self.coder.encode_special_tokens = True                         # spelled in a text, they are text
         self.coder.no_truncation()              # some files ask for truncation or padding
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
@@ -150,20 +155,21 @@ class Tokenizer:
                                  f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
             separator = found[0]
         if not (isinstance(separator, int) and 0 <= separator < self.vocab_size):
-            raise ValueError(f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: name the "
-                             'right one as "separator" in the meta.json beside it')
+            raise ValueError(f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: "
+                             'name the right one as "separator" in the meta.json beside it')
         self.separator = separator
 
     def special_ids(self, id_hints, role):
-        """The ids that begin (role "bos") or end ("eos") a text, as a list. config.json has one or several ids,
-        tokenizer_config.json the spelling of one."""
+        """The ids that begin (role "bos") or end ("eos") a text, as a list. config.json has one or
+        several ids, tokenizer_config.json the spelling of one."""
         found = []
         for hints in id_hints:
             ids, token = hints.get(f"{role}_token_id"), hints.get(f"{role}_token")
             token = token.get("content") if isinstance(token, dict) else token
             found += ids if isinstance(ids, list) else [ids]
             found += [self.coder.token_to_id(token)] if isinstance(token, str) else []
-        return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size))
+        found = [i for i in found if isinstance(i, int) and 0 <= i < self.vocab_size]
+        return list(dict.fromkeys(found))
 
     @functools.cached_property
     def lengths(self):
@@ -175,28 +181,30 @@ class Tokenizer:
             elif re.fullmatch("<0x[0-9A-F]{2}>", spelling):             # a byte by its number
                 lengths[i] = 1
             else:
-                lengths[i] = len(spelling.replace("\u2581", " ").encode())          # U+2581 means a space
-        for i, token in self.coder.get_added_tokens_decoder().items():  # these are spelled literally
+                lengths[i] = len(spelling.replace("\u2581", " ").encode())  # U+2581 means a space
+        for i, token in self.coder.get_added_tokens_decoder().items():      # spelled literally
             lengths[i] = 0 if token.special else len(token.content.encode())
         lengths[self.separator] = 0
         return lengths
 
     @functools.cached_property
     def prefix(self):
-        """Bytes that encode adds before a text. It adds no space before a space: the ids of such a text are often those
-        of the text without its first space, which then is not counted."""
+        """Bytes that encode adds before a text. It adds no space before a space: the ids of such a
+        text are often those of the text without its first space, which then is not counted."""
         return max(0, int(self.lengths[self.encode("a")].sum()) - 1)
 
     def encode(self, text):
-        parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may contain spaces
-        found = (self.coder.encode_batch_fast([part], add_special_tokens=False)[0].ids for part in parts)
-        return np.concatenate([np.array(ids, np.uint32) for ids in found])
+        found = []                              # SentencePiece's words may contain spaces: not cut
+        for part in cut(text) if self.byte_level else [text]:
+            encoded, = self.coder.encode_batch_fast([part], add_special_tokens=False)
+            found.append(np.array(encoded.ids, np.uint32))
+        return np.concatenate(found)
 
-    def decode(self, ids):
-        return self.coder.decode([int(i) for i in ids if i != self.separator])      # without special tokens
+    def decode(self, ids):                      # special tokens are left out
+        return self.coder.decode([int(i) for i in ids if i != self.separator])
 
 
-WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")                    # one space between two letters
+WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")    # one space between two letters
 
 
 def cut(text):
@@ -212,11 +220,11 @@ def cut(text):
 
 
 def tokenizer(name):
-    """A tokenizer by its name (bytes, gpt2, gpt2-2048, numbers), by the name of a run below out/, or
-    by the path of a run, a data set, or any folder with a tokenizer.json.
+    """A tokenizer by its name (bytes, gpt2, gpt2-2048, numbers), by the name of a run below out/,
+    or by the path of a run, a data set, or any folder with a tokenizer.json.
 
-    The meta.json beside a tokenizer.json holds its name and its separator; without one, the folder's
-    name is its name."""
+    The meta.json beside a tokenizer.json holds its name and its separator; without one, the
+    folder's name is its name."""
     if coder := with_name(name):
         return coder
     for folder in (Path("out", name), Path(name)):
@@ -227,8 +235,9 @@ def tokenizer(name):
             return Tokenizer(content, known_as, folder / "tokenizer.json", hints, separator)
         if coder := with_name(tokenizer_name(folder)):                  # of a run or a data set
             return coder
-    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run below out/ "
-                     "(python data/weights.py smollm2 makes one), or the path of a folder with a tokenizer.json")
+    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run "
+                     "below out/ (python data/weights.py smollm2 makes one), or the path of a folder "
+                     "with a tokenizer.json")
 
 
 def with_name(name):
@@ -239,13 +248,13 @@ def with_name(name):
 
 
 def same_tokenizer(folder, other):
-    """Do two folders (runs or data sets) use the same tokenizer? It has the same name in both, and the
-    same tokenizer.json if both have one."""
+    """Do two folders (runs or data sets) use the same tokenizer? It has the same name in both, and
+    the same tokenizer.json if both have one."""
     contents = {content_of(folder), content_of(other)} - {None}
     return tokenizer_name(folder) == tokenizer_name(other) and len(contents) < 2
 
 
-# --------------------------------------------------------------- what a folder says of its tokenizer
+# ------------------------------------------------------------ what a folder says of its tokenizer
 
 
 def meta_of(folder):
@@ -258,24 +267,27 @@ def meta_of(folder):
 
 
 def id_hints_in(folder):
-    """The JSON files in a model's folder that may name the ids that begin and end a text, as dicts."""
-    paths = (Path(folder, name) for name in ("config.json", "generation_config.json", "tokenizer_config.json"))
+    """The JSON files in a model's folder that may name the ids that begin or end a text, as dicts."""
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    paths = (Path(folder, name) for name in names)
     found = [files.read_json(path) for path in paths if path.exists()]
     return [hints for hints in found if isinstance(hints, dict)]
 
 
 def tokenizer_name(folder):
-    """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in older runs. Raises
-    ValueError if it cannot be part of a folder's name."""
+    """The name of a run's or a data set's tokenizer; None if its meta.json does not name it, as in
+    older runs. Raises ValueError if it cannot be part of a folder's name."""
     name = meta_of(folder).get("tokenizer") if folder else None
-    return files.check_name(name, f"{Path(folder, 'meta.json')}: tokenizer") if isinstance(name, str) else None
+    if isinstance(name, str):
+        return files.check_name(name, f"{Path(folder, 'meta.json')}: tokenizer")
+    return None
 
 
 def content_of(folder):
-    """The content of the tokenizer.json of a run, a data set, or a fetched model; None if it has none."""
+    """The content of the tokenizer.json of a run, a data set, or a public model; None: it has none."""
     path, meta = Path(folder, "tokenizer.json"), meta_of(folder)
-    if "tokenizer" in meta and "separator" not in meta:                 # a tokenizer that needs no file: if there is
-        return None                                                     # a tokenizer.json, it is a leftover
+    if "tokenizer" in meta and "separator" not in meta:                 # the file is a leftover
+        return None
     return files.regular(path).read_bytes() if path.exists() else None
 
 

@@ -1,8 +1,9 @@
-"""Tiny Shakespeare: 1.1 MB of plays in one file, the data set of char-rnn and of nanoGPT's first example.
+"""Tiny Shakespeare: 1.1 MB of plays, the data set of char-rnn and of nanoGPT's first example.
 
     python data/shakespeare.py                      bytes, 257 symbols
     python data/shakespeare.py --tokenizer gpt2     GPT-2 byte pairs, 0.3 M tokens
-    python data/shakespeare.py --tokenizer smollm2  those of the run out/smollm2; goes to data/shakespeare-smollm2
+    python data/shakespeare.py --tokenizer smollm2  in the tokenizer of the run out/smollm2;
+                                                    goes to data/shakespeare-smollm2
 
 The first 90 % of the characters are the training split, the rest is held out. Each part is encoded
 by itself, without separators, as in nanoGPT. The file is fetched once into the data set's folder;
@@ -12,7 +13,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+sys.path.insert(0, str(Path(__file__).parents[1]))      # as a script it would see only this folder
 from common import files
 from data import tokens
 from data.downloads import download
@@ -26,10 +27,10 @@ def prepare(args):
     source = args.source or args.out_dir / "input.txt"
     if not args.source and not source.exists():
         download(URL, source, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
-    text = tokens.read_text(*tokens.source_files(source))
+    text = tokens.read_text(source)
     if hashlib.sha256(text.encode()).hexdigest() != SHA256:
-        raise ValueError(f"{source} is not Tiny Shakespeare (sha256 differs): name the public file ({URL}) with "
-                         "--source, or use python data/text.py for a text of your own")
+        raise ValueError(f"{source} is not Tiny Shakespeare (sha256 differs): name the public file "
+                         f"({URL}) with --source, or use python data/text.py for a text of your own")
     end = int(len(text) * 0.9)
     ids = {"train": [coder.encode(text[:end])], "val": [coder.encode(text[end:])]}
     tokens.write_data_set(args.out_dir, coder, ids, dataset="shakespeare", source=URL)

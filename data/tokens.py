@@ -1,4 +1,4 @@
-"""From text to tokens on disk, and back into windows: shared by the data scripts, train.py and the instruments.
+"""From text to tokens on disk, and back into windows: for the data scripts, train.py and eval.py.
 
 In the order of this file: a script reads text files, a tokenizer (coders.py) turns each text into
 ids, the ids are written to shards, the shards form a data set, and training and instruments read
@@ -6,12 +6,13 @@ windows from it. A data set is a folder data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
-    meta.json                               vocab_size, tokenizer; each shard's tokens, bytes of text and sha256
+    meta.json                               vocab_size, tokenizer; each shard's tokens, bytes, sha256
     tokenizer.json                          the tokenizer itself, if a public model's
 
 A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as
 uint16, or as uint32 for a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they
-can read these files. A shard can be memory-mapped.
+can read these files. A shard can be memory-mapped. Each document begins with a separator: the
+vocabulary's last id, unless meta.json names it.
 """
 import contextlib
 import gzip
@@ -34,26 +35,26 @@ from data.coders import content_of, keep_tokenizer, same_tokenizer, tokenizer, t
 
 HERE = Path(__file__).parent
 
-# --------------------------------------------------------------------------------------------------------- text files
+# ------------------------------------------------------------------------------------- text files
 
 
 class NotText(ValueError):
-    """A file that is empty or binary: refused if --source names it, skipped if --source is its folder."""
+    """A file that is empty or binary: refused if --source names it, skipped in its folder."""
 
 
 def source_files(source, endings=None):
-    """The files of a --source in a fixed order: the file itself, or all files below a folder except hidden ones.
+    """The files of a --source in a fixed order: itself, or all in a folder except hidden ones.
     endings: the accepted ones, without .gz; None: all."""
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
     found = [source] if source.is_file() else [
         path for path in source.rglob("*")
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)]
-    wanted = sorted((p for p in found if endings is None or ending(p) in endings), key=Path.as_posix)
+        if path.is_file() and "/." not in f"/{path.relative_to(source).as_posix()}"]
+    wanted = [path for path in found if endings is None or ending(path) in endings]
     if not wanted:
         which = f" that end in {' '.join(endings)} (or these with .gz)" if endings else ""
         raise ValueError(f"--source={source} holds no files{which}: name another folder")
-    return wanted
+    return sorted(wanted, key=Path.as_posix)
 
 
 def ending(path):
@@ -62,8 +63,8 @@ def ending(path):
 
 
 def documents(path):
-    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the whole file. Empty
-    rows are left out."""
+    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the
+    whole file. Empty rows are left out."""
     match ending(path):
         case ".parquet":
             texts = parquet_texts(path)
@@ -86,7 +87,8 @@ def parquet_texts(path):
                     raise ValueError(f'its column "text" holds {type(wrong[0]).__name__}, not str')
                 yield from texts
     except (ValueError, OSError) as e:
-        raise ValueError(f"{path} cannot be read as parquet ({e}): mend it, or fetch it again") from None
+        raise ValueError(f"{path} cannot be read as parquet ({e}): mend it, or "
+                         "fetch it again") from None
 
 
 def jsonl_texts(path):
@@ -96,8 +98,8 @@ def jsonl_texts(path):
                 try:                            # JSON can hold lone surrogates, UTF-8 cannot
                     text = files.parsed(line)["text"].encode("utf-8", "replace").decode()
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f'{path}, line {number} is not a JSON object with a string "text": '
-                                     "mend it, or fetch the file again") from None
+                    raise ValueError(f"{path}, line {number} is not a JSON object with a string "
+                                     '"text": mend it, or fetch the file again') from None
                 yield text
 
 
@@ -105,7 +107,7 @@ def read_text(path):
     """A file as one text. Raises NotText if it is empty, binary or not in UTF-8."""
     with unpacked(path) as f:
         content = f.read(1 << 16)
-        if b"\0" not in content:                # a binary file shows at its beginning; it may be large
+        if b"\0" not in content:                # a binary file shows at its beginning
             content += f.read()
     try:
         text = content.decode("utf-8-sig")
@@ -121,7 +123,7 @@ def read_text(path):
 
 @contextlib.contextmanager
 def unpacked(path):
-    """Open a file to read its bytes, decompressed if its name ends in .gz. Raises ValueError on a damaged .gz."""
+    """Open a file to read its bytes, decompressed if its name ends in .gz."""
     try:
         with (gzip.open if path.name.endswith(".gz") else open)(files.regular(path), "rb") as f:
             yield f
@@ -130,7 +132,8 @@ def unpacked(path):
 
 
 def encode_all(coder, texts):
-    """The ids of each text after a separator, 32 texts at a time in threads: tokenizers release Python's lock."""
+    """The ids of each text after a separator, 32 texts at a time in threads: tokenizers release
+    Python's lock."""
     texts = iter(texts)
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, 32)):
@@ -138,18 +141,19 @@ def encode_all(coder, texts):
                 yield np.insert(ids, 0, coder.separator)
 
 
-# ------------------------------------------------------------------------------------------------------------- shards
+# ----------------------------------------------------------------------------------------- shards
 
 HEADER = 256 * 4                                # bytes
 SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
-LAYOUTS = {                                     # {type of a token: magic number and version in the header}
+LAYOUTS = {                                     # {type of a token: magic number and version}
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
 
 
 def shard_header(kind, count):
     if count >= 1 << 31:
-        raise ValueError("a shard holds less than 2**31 tokens: cut the text with data/fineweb_edu.py --source=...")
+        raise ValueError("a shard holds less than 2**31 tokens: cut the text with "
+                         "data/fineweb_edu.py --source=...")
     header = np.zeros(256, dtype=np.int32)
     header[:3] = *LAYOUTS[kind], count
     return header.tobytes()
@@ -164,8 +168,9 @@ def write_shard(path, pieces, coder=None):
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))          # the number of tokens follows at the end
         for piece in map(np.asarray, pieces):
-            if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
-                raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}")
+            if piece.size and not 0 <= piece.min() <= piece.max() <= np.iinfo(kind).max:
+                raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored "
+                                 f"as {kind}")
             f.write(piece.astype(kind).tobytes())
             count += piece.size
             if coder:
@@ -188,13 +193,14 @@ def read_shard(path):
         raise ValueError(f"{path} is not a token file of this project (wrong header): {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
-        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: {again}")
+        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: "
+                         f"{again}")
     if header[2] == 0:
         raise ValueError(f"{path} holds no tokens: {again} from a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
 
 
-# ------------------------------------------------------------------------------------------------------------ data sets
+# -------------------------------------------------------------------------------------- data sets
 
 
 def write_data_set(out, coder, splits, **entries):
@@ -222,8 +228,10 @@ def begin(out, coder=None):
 
 
 def summarize(out, meta):
+    """Print how many tokens a data set has."""
     train, val = (sum(row["tokens"] for row in shards_of(meta, split)) for split in ("train", "val"))
-    print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held out, in {out}")
+    print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held "
+          f"out, in {out}")
 
 
 def shards_of(meta, split):
@@ -244,23 +252,24 @@ def read_meta(folder):
         raise ValueError(f"{path} is missing: {make_it}")
     meta = files.read_json(path)
     whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
-    if not (files.has(whole, vocab_size=int, tokenizer=str, stride=int, separator=int) and has_shards(whole)
-            and whole["stride"] > 0 and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
+    types = {"vocab_size": int, "tokenizer": str, "stride": int, "separator": int}
+    if not (files.has(whole, **types) and has_shards(whole) and whole["stride"] > 0
+            and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
         raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     return meta
 
 
 def has_shards(meta):
-    """Has every shard in meta.json a shard's name and a row with all required entries? Only text has bytes."""
+    """Has every shard in meta.json a shard's name and a complete row? Only text has bytes."""
     return files.has(meta, shards=dict) and all(
-        SHARD.fullmatch(name) and files.has(row, tokens=int, sha256=str) and isinstance(row.get("bytes"), int | None)
-        for name, row in meta["shards"].items())
+        SHARD.fullmatch(name) and files.has(row, tokens=int, sha256=str)
+        and isinstance(row.get("bytes"), int | None) for name, row in meta["shards"].items())
 
 
-# -------------------------------------------------------------------------- data sets: for a run
+# --------------------------------------------------------------------------- data sets: for a run
 
-DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")          # those with a script here
-MADE_HERE = {"stdlib": "bytes", "backcopy": "numbers"}                  # {name: tokenizer}, made when they are needed
+DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")    # with a script here
+MADE_HERE = {"stdlib": "bytes", "backcopy": "numbers"}      # {name: tokenizer}, made when needed
 
 
 def script_of(folder):
@@ -271,16 +280,17 @@ def script_of(folder):
 
 
 def home(dataset, name, content):
-    """The folder for a data set in some tokenizer: data/<dataset>-<its name> for one with a tokenizer.json, of which
-    `content` is the content, and otherwise data/<dataset>. train.py makes data/stdlib in bytes."""
+    """The folder for a data set in some tokenizer: data/<dataset>-<its name> for one with a
+    tokenizer.json, of which `content` is the content, and otherwise data/<dataset>. data/stdlib is in
+    bytes, because train.py makes it by itself."""
     usual = MADE_HERE.get(dataset)
     plain = name == usual if usual else not content
     return HERE / (dataset if plain else f"{dataset}-{name}")
 
 
 def data_folder(dataset, run=None):
-    """A data set's folder: any path, or data/<dataset>. run: the folder of a run; if data/<dataset> is not in its
-    tokenizer, the result is its home in that tokenizer."""
+    """A data set's folder: any path, or data/<dataset>. run: the folder of a run; if data/<dataset>
+    is not in its tokenizer, the result is the data set's home in that tokenizer."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
     plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
@@ -289,45 +299,48 @@ def data_folder(dataset, run=None):
 
 
 def data_for(run, dataset, machine):
-    """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None: any tokenizer. A
-    missing data set that needs no network is made, by one rank of each machine. Raises ValueError if the data set is
-    missing, damaged, or in another tokenizer."""
+    """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None:
+    any tokenizer. A missing data set that needs no network is made, by one rank of each machine.
+    Raises ValueError if the data set is missing, damaged, or in another tokenizer."""
     folder, name = data_folder(dataset, run), tokenizer_name(run)
     as_flag = f"--tokenizer={run if name and content_of(run) else name}"
     if machine.local_rank == 0 and dataset in MADE_HERE and not (folder / "meta.json").exists():
         make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
     if name and not same_tokenizer(folder, run):
-        command = "python data/backcopy.py" if name == "numbers" else f"{script_of(HERE / dataset)} {as_flag}"
-        raise ValueError(f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with {command}")
+        command = f"{script_of(HERE / dataset)} {as_flag}"
+        raise ValueError(f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with "
+                         f"{'python data/backcopy.py' if name == 'numbers' else command}")
     return folder, read_meta(folder)
 
 
 def make(dataset, folder, flags):
     """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON."""
     script = [sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={folder}"]
-    print(f"making {folder}: {' '.join(['python', f'data/{dataset}.py', *flags])}", file=sys.stderr, flush=True)
-    if subprocess.run(script, stdout=2).returncode:                     # 2: the file descriptor of stderr
+    print(f"making {folder}: python data/{' '.join([f'{dataset}.py', *flags])}", file=sys.stderr,
+          flush=True)
+    if subprocess.run(script, stdout=2).returncode:         # 2: the file descriptor of stderr
         raise ValueError(f"data/{dataset}.py failed: see the line above")
 
 
 def check_vocabulary(config, meta, dataset):
     """Raise ValueError if the token ids or the sequences of a data set do not fit a model."""
     if config.block_size >= meta.get("stride", math.inf):
-        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have {meta['stride'] - 1} "
-                         "tokens: lower --block_size, or make longer sequences (--length)")
+        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have "
+                         f"{meta['stride'] - 1} tokens: lower --block_size, or make longer sequences "
+                         "(--length)")
     if meta["vocab_size"] > config.vocab_size:
-        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, "
-                         f"the data set {dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
+        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, the data set "
+                         f"{dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
 
 
-# ------------------------------------------------------------------------------------------------------------ windows
+# ---------------------------------------------------------------------------------------- windows
 
 
 class Tokens:
-    """The shards of one split as one long array, which may be larger than memory. len() is its number of tokens.
-    Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs: also find
-    where documents begin, which is at each separator: the vocabulary's last id, unless meta.json names it."""
+    """The shards of one split as one long array, which may be larger than memory. len() is its number
+    of tokens. Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs:
+    also find where documents begin."""
 
     def __init__(self, folder, split, docs=False):
         folder, meta = Path(folder), read_meta(folder)
@@ -344,8 +357,8 @@ class Tokens:
                 np.flatnonzero(shard == separator) + end - len(shard)
                 for shard, end in zip(self.shards, self.ends, strict=True)])
             if 0 not in self.documents[:1]:
-                raise ValueError(f"{self.name} does not begin with a document's separator, so it is one piece, or "
-                                 "holds no text: leave out --docs, or change --dataset")
+                raise ValueError(f"{self.name} does not begin with a document's separator, so it is one "
+                                 "piece, or no text: leave out --docs, or change --dataset")
 
     def __len__(self):
         return int(self.ends[-1])
@@ -360,47 +373,51 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def windows(self, starts, length, vocab_size):
-        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids outside the vocabulary."""
+        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids outside
+        the vocabulary."""
         rows = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
-            raise ValueError(f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the vocabulary "
-                             f"has {vocab_size} ids: wrong file, or wrong --vocab_size")
+            raise ValueError(f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the "
+                             f"vocabulary has {vocab_size} ids: wrong file, or wrong --vocab_size")
         return rows
 
     def first_keys(self, starts, length):
-        """For each token of the windows at these starts, where in the window its document begins: int64 (len(starts),
-        length), as GPT.forward takes it. A document that began earlier begins with the window."""
+        """For each token of the windows at these starts, where in the window its document begins:
+        int64 (len(starts), length), as GPT.forward takes it. A document that began earlier begins with
+        the window."""
         places = starts[:, None] + np.arange(length)
         began = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(began - starts[:, None], 0)
 
 
 def fixed_windows(split, length, count):
-    """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every call; fewer if the
-    split is short. count 0: as many as fit side by side, and at most one for each multiple of the stride."""
+    """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every
+    call; fewer if the split is short. count 0: as many as fit side by side, and at most one for each
+    multiple of the stride."""
     last = (len(split) - length - 1) // split.stride
     if last < 0:
-        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of {length}: "
-                         "lower --block_size (in eval.py --length), or add data")
+        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
+                         f"{length}: lower --block_size (in eval.py --length), or add data")
     fit = min(last + 1, (len(split) - 1) // length)
     return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * split.stride
 
 
-# ------------------------------------------------------------------------------------------ flags of the data scripts
+# ---------------------------------------------------------------------- flags of the data scripts
 
 
 def flags(doc, dataset, tokenizer):
     """The argument parser of a data script, with the flags that all of them share."""
     parser = Parser(description=doc)
     parser.add_argument("--out_dir", type=Path,
-                        help=f"folder of the data set (default: data/{dataset}; in a public model's tokenizer "
-                             f"data/{dataset}-TOKENIZER, so it can exist in several)")
+                        help=f"folder of the data set (default: data/{dataset}; in a public model's "
+                             f"tokenizer data/{dataset}-TOKENIZER, so it can exist in several)")
     parser.add_argument("--source", type=Path, help="local file or folder to read")
     parser.add_argument("--tokenizer", default=tokenizer,
-                        help="bytes; gpt2, by the package tiktoken; gpt2-2048 (only its first 2,047 ids, and a "
-                             "separator); the name of a run below out/ that came with a tokenizer (smollm2); or the "
-                             "path of a folder with a tokenizer.json (default: %(default)s)")
+                        help="bytes; gpt2, by the package tiktoken; gpt2-2048 (only its first 2,047 "
+                             "ids, and a separator); the name of a run below out/ that came with a "
+                             "tokenizer (smollm2); or the path of a folder with a tokenizer.json "
+                             "(default: %(default)s)")
     return parser
 
 
@@ -408,6 +425,7 @@ def settle(args, dataset):
     """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
     coder = tokenizer(args.tokenizer)
     if coder.name == "numbers":
-        raise ValueError(f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2")
+        raise ValueError(f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or "
+                         "gpt2")
     args.out_dir = args.out_dir or home(dataset, coder.name, coder.content)
     return coder

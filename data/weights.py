@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))                      # as a script it would see this folder only
+sys.path.insert(0, str(Path(__file__).parents[1]))      # as a script it would see only this folder
 
 if __name__ == "__main__":
     runpy.run_module("pretrained.convert", run_name="__main__")
