@@ -49,7 +49,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
 }
 OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
-    "board": Command(board.Board, board.command),
+    "board": Command(board.Board, board.command, board.draw),
     "theory": Command(theory.Theory, theory.command),
     "speed": Command(speed.Speed, speed.command),
     "compile": Command(compile.Compile, compile.command),
