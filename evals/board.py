@@ -120,7 +120,12 @@ def command(args, run):
 
 
 def read_rows(file):
-    return {(row["recipe"], row.get("rate"), row.get("seed")): row for row in files.read_json(file)}
+    """{(recipe, rate, seed): row}; a recipe's costs have neither rate nor seed."""
+    rows = files.read_json(file)
+    if any("setup" in row for row in rows):
+        raise ValueError(f"{file} is of an earlier version, which commit 55b941e still reads: give "
+                         "another --out_dir or --results")
+    return {(row["recipe"], row.get("rate"), row.get("seed")): row for row in rows}
 
 
 # ---------------------------------------------------------------------------------------- measuring
@@ -145,8 +150,9 @@ def add_missing(args, rows, save):
     texts = {row["data_hash"] for (name, _, seed), row in rows.items()
              if name in ("softmax", *names) and seed == TRIAL}
     if len(texts) > 1:
-        raise ValueError("your Python has other sources than the one that trained softmax: train "
-                         f"both on them, with --attn=softmax,{args.attn} --results=out/own.json")
+        raise ValueError("these recipes and softmax have different texts, since versions of Python "
+                         "have different sources: train all on yours, with --attn=softmax,... "
+                         "--results=out/own.json")
     best = {name: best_rate(name, rows) for name in names}
     trained = [name for name in names if best[name]]
     add(train, [(name, best[name], seed) for seed in seeds for name in trained], workers)
