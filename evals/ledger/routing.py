@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from data import benchmarks
 from evals import groups
-from evals.instrument import Common, OpenedRun, read_windows, watch, window_batches
+from evals.instrument import Common, OpenedRun, watch, window_batches
 from evals.lab_runs import FILE
 from evals.ledger.quantities import rank_correlation
-from evals.likelihood import row_requests
 from mixers import focus
 from model import GPT, GPTConfig
 
@@ -156,22 +154,6 @@ def mutual_information(a, b):
     return ((one + other - both) / other).item()
 
 
-@torch.no_grad()
-def within_window(place, window=128):
-    """The share of benchmark requests that are no longer than the window, of the paper's tasks and of all that are
-    here, and how much Focus with random centroids changes the logits of texts of this length."""
-    run = OpenedRun(Common(out_dir=place, dtype="float32"), {})
-    fits = {name: [len(request.ids) - 1 <= window for row in benchmarks.read(name, benchmarks.HERE)
-                   for request in row_requests(row, run.tokenizer, 10_000, False)]
-            for name in benchmarks.task_names("", benchmarks.HERE) if name != "wikitext"}       # it has no questions
-    routed = OpenedRun(Common(out_dir=place, dtype="float32"), {"attn": "focus", "window": window})
-    idx = read_windows(run.split("val"), [0, window], window, run.model, run.machine)
-    difference = (run.model(idx)[0].float() - routed.model(idx)[0].float()).abs().max().item()
-    theirs, every = (np.concatenate([fits[name] for name in names if name in fits]) for names in (THEIR_TASKS, fits))
-    return {"requests": len(theirs), "fit": float(theirs.mean()), "fit, all": float(every.mean()),
-            "difference": difference}
-
-
 def shut(place, windows=16):
     """What a trained gate does to pairs of different groups: distant pairs whose tokens have different largest groups.
     Their mean mass in a row with the gate, and without it for the same queries and keys; their share of all pairs."""
@@ -192,4 +174,4 @@ def shut(place, windows=16):
 
 
 THEIR_TASKS = ("hellaswag", "arc_easy", "piqa", "lambada")              # of tables 1 to 4
-LOOKS = {look.__name__: look for look in (classes, shut, within_window)}
+LOOKS = {look.__name__: look for look in (classes, shut)}
