@@ -1,7 +1,9 @@
-"""Scores on public benchmarks, by EleutherAI's lm-evaluation-harness (pip install lm-eval; 0.4.13 is tested).
+"""Scores on public benchmarks, by EleutherAI's lm-evaluation-harness (pip install lm-eval; 0.4.13
+is tested).
 
-The harness fetches the questions of a task, words them and counts the scores. It asks a model three things: how likely
-is this continuation of that context, how likely is this whole text, and how do you continue this text?
+The harness fetches the questions of a task, words them and counts the scores. It asks a model three
+things: how likely is this continuation of that context, how likely is this whole text, and how does
+this text go on?
 """
 import contextlib
 import itertools
@@ -18,53 +20,64 @@ from evals.likelihood import answers, generated, text_tokenizer
 @dataclass
 class Bench(Knobs):
     """Flags of bench"""
-    tasks: str = knob("", "tasks of lm-evaluation-harness, separated by commas, such as arc_easy,wikitext")
+    tasks: str = knob("", "tasks of lm-evaluation-harness, separated by commas: arc_easy,wikitext")
     include_path: str = knob("", "folder with the YAML files of more tasks, such as local files")
-    num_fewshot: int = knob(-1, "solved examples before each question; -1: as the task says", least=-1)
+    num_fewshot: int = knob(-1, "solved examples before each question; -1: as the task says",
+                            least=-1)
     limit: int = knob(0, "only the first questions of each task; 0: all")
-    bos: bool = knob(False, "begin every context with the separator, like the texts in training")
-    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer input gets a separate pass", least=1)
+    bos: bool = knob(False, "begin every context with the separator, as in training")
+    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; "
+                          "0: block_size")
+    batch_size: int = knob(4096, "tokens per forward pass; a longer input gets a separate pass",
+                           least=1)
 
     def __post_init__(self):
         super().__post_init__()
         if not self.tasks:
-            raise ValueError("which tasks? give --tasks=arc_easy,wikitext or others (lm-eval ls tasks lists them)")
+            raise ValueError("which tasks? give --tasks=arc_easy,wikitext or others "
+                             "(lm-eval ls tasks lists them)")
 
 
 def command(args, run):
     """Scores on public benchmarks, by lm-evaluation-harness (pip install lm-eval)."""
-    evaluator, api = files.optional("lm_eval.evaluator"), files.optional("lm_eval.api.model")
-    names = args.tasks.split(",")
-    for defaults in (False, True):              # the harness's own tasks take seconds to list
-        manager = files.optional("lm_eval.tasks").TaskManager(
-            include_path=args.include_path or None, include_defaults=defaults)
-        unknown = [name for name in names if not manager.match_tasks([name])]
-        if not unknown:
-            break
-    if unknown:
-        raise ValueError(f"unknown task {unknown[0]!r}: lm-eval ls tasks lists the names, and --include_path=FOLDER "
-                         "adds tasks")
-    model = type("Model", (Answering, api.TemplateLM), {})(run, args)
-    with contextlib.redirect_stdout(sys.stderr):        # stdout has the table only
+    evaluator = files.optional("lm_eval.evaluator")
+    names, manager = args.tasks.split(","), task_manager(args)
+    # the class is made here, because the package of its base is optional
+    base = files.optional("lm_eval.api.model").TemplateLM
+    model = type("Model", (Answering, base), {})(run, args)
+    with contextlib.redirect_stdout(sys.stderr):                    # stdout has only the table
         found = evaluator.simple_evaluate(
-            model, tasks=names, num_fewshot=None if args.num_fewshot < 0 else args.num_fewshot,
-            limit=args.limit or None, task_manager=manager, log_samples=False)
+            model, tasks=names, task_manager=manager, limit=args.limit or None, log_samples=False,
+            num_fewshot=None if args.num_fewshot < 0 else args.num_fewshot)
     if not run.machine.main:                    # only the first rank gets the scores
         return None, None
     numbers, rows = {"length": model.length, "bos": args.bos, "questions": {}}, []
     for task, scores in found["results"].items():
-        count = found["n-samples"].get(task, {}).get("effective")       # a group of tasks has none
+        count = found["n-samples"].get(task, {}).get("effective")   # a group of tasks has none
         numbers["questions"][task] = count
-        for key, value in scores.items():       # "acc,none", "acc_stderr,none"; in place of none the name of a filter
+        for key, value in scores.items():       # "acc,none", "acc_stderr,none"; or a filter's name
             measure, comma, way = key.partition(",")
             if comma and not measure.endswith("_stderr"):
                 name = f"{task} {measure}" + f" {way}" * (way != "none")
-                error = scores.get(f"{measure}_stderr,{way}")           # "N/A" if there is none
+                error = scores.get(f"{measure}_stderr,{way}")       # "N/A" if there is none
                 error = error if isinstance(error, float) and math.isfinite(error) else None
                 numbers |= {name: float(value), f"{name} +-": error}
                 rows.append([name, None if count is None else str(count), float(value), error])
-    return numbers, f"{table(rows, ['task', 'questions', 'score', '+-'])}\n\n+-: standard error of the score"
+    text = table(rows, ["task", "questions", "score", "+-"])
+    return numbers, f"{text}\n\n+-: standard error of the score"
+
+
+def task_manager(args):
+    """The harness's list of tasks, with those of --include_path. Raises ValueError on an unknown
+    task."""
+    for defaults in (False, True):              # the harness's own tasks take seconds to list
+        manager = files.optional("lm_eval.tasks").TaskManager(
+            include_path=args.include_path or None, include_defaults=defaults)
+        unknown = [name for name in args.tasks.split(",") if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise ValueError(f"unknown task {unknown[0]!r}: lm-eval ls tasks lists the names, and "
+                     "--include_path=FOLDER adds tasks")
 
 
 class Answering:
@@ -73,28 +86,32 @@ class Answering:
     def __init__(self, run, args):
         super().__init__()
         self.run, self.bos, self.batch_size = run, args.bos, args.batch_size
-        self.length, self.coder = args.length or run.model.config.block_size, text_tokenizer(run)
+        self.length = args.length or run.model.config.block_size
         run.check_positions(self.length)
-        self.ends = {self.coder.separator, *run.meta.get("ends", [])}   # ids that end a text
+        self.coder = text_tokenizer(run)
+        self.ends = {self.coder.separator, *run.meta.get("ends", [])}           # of a text
 
     @property
     def eot_token_id(self):
-        return self.coder.separator             # it is also read before a text without a context
+        return self.coder.separator             # it also precedes a text without a context
 
     def tok_encode(self, text, add_special_tokens=None, **_):
         front = [self.coder.separator] if self.bos and add_special_tokens is None else []
         return front + self.coder.encode(text).tolist()
+
+    def ask(self, requests):
+        return answers(self.run.model, self.run.machine, requests, self.batch_size)
 
     def _loglikelihood_tokens(self, requests, **_):
         asked = []
         for _, context, continuation in requests:
             count, ids = len(continuation), (context or [self.eot_token_id]) + continuation
             if not 0 < count <= self.length:
-                raise ValueError(f"a continuation has {count} tokens where the model can predict 1 to {self.length}: "
-                                 "give a larger --length, or leave this task out of --tasks")
+                raise ValueError(f"a continuation has {count} tokens where the model can predict "
+                                 f"1 to {self.length}: give a larger --length, or leave this task "
+                                 "out of --tasks")
             asked.append((ids[-self.length - 1:], count))
-        heard = answers(self.run.model, self.run.machine, asked, self.batch_size)
-        return [(answer.loglik, answer.greedy) for answer in heard]
+        return [(answer.loglik, answer.greedy) for answer in self.ask(asked)]
 
     def loglikelihood_rolling(self, requests, **_):
         """The log-likelihood of each text, in windows that predict every token once."""
@@ -103,9 +120,8 @@ class Answering:
         for request in requests:
             ids = self.coder.encode(request.args[0]).tolist()
             windows = windows_of(ids, self.eot_token_id, self.length, context_len=1)
-            texts.append([([*inputs, wanted[-1]], len(wanted)) for inputs, wanted in windows])
-        asked = list(itertools.chain(*texts))
-        heard = iter(answers(self.run.model, self.run.machine, asked, self.batch_size))
+            texts.append([([*inputs, new[-1]], len(new)) for inputs, new in windows])
+        heard = iter(self.ask(list(itertools.chain(*texts))))
         return [sum(next(heard).loglik for _ in windows) for windows in texts]
 
     def generate_until(self, requests, **_):
@@ -115,18 +131,26 @@ class Answering:
         return texts
 
     def continued(self, prompts, settings):
-        """The texts that follow these prompts, each up to its first stop string. A prompt that is too long loses its
-        beginning."""
+        """The texts that follow these prompts, each up to its first stop string. A prompt that is
+        too long loses its beginning."""
         settings = files.optional("lm_eval.models.utils").normalize_gen_kwargs(settings, 256)
         count, until = settings["max_gen_toks"], [text for text in settings["until"] if text]
         if count >= self.length:
-            raise ValueError(f"an answer of {count} tokens leaves no room for its prompt: give a larger --length than "
-                             f"{self.length}, or leave this task out of --tasks")
-        # generation also stops at an id whose text alone contains a stop string
-        stop = {i for i in range(self.coder.vocab_size) if any(text in self.coder.decode([i]) for text in until)}
-        how = {name: settings[name] for name in ("temperature", "top_k", "top_p") if name in settings}
-        asked = [self.tok_encode(prompt)[count - self.length:] or [self.eot_token_id] for prompt in prompts]
-        said = generated(self.run.model, self.run.machine, asked, self.batch_size, count,
-                         **{"temperature": 0, "stop": sorted(stop | self.ends)} | how)
-        texts = [self.coder.decode(list(itertools.takewhile(lambda i: i not in self.ends, ids))) for ids in said]
-        return [min((text.partition(word)[0] for word in until), key=len, default=text) for text in texts]
+            raise ValueError(f"an answer of {count} tokens leaves no room for its prompt: give a "
+                             f"larger --length than {self.length}, or leave this task out of "
+                             "--tasks")
+        # generation also stops at an id whose own text contains a stop string
+        stop = {i for i in range(self.coder.vocab_size)
+                if any(text in self.coder.decode([i]) for text in until)}
+        how = {"temperature": 0, "stop": sorted(stop | self.ends)}
+        how |= {name: settings[name] for name in ("temperature", "top_k", "top_p")
+                if name in settings}
+        asked = [self.tok_encode(prompt)[count - self.length:] or [self.eot_token_id]
+                 for prompt in prompts]
+        said = generated(self.run.model, self.run.machine, asked, self.batch_size, count, **how)
+        texts = []
+        for ids in said:
+            ids = itertools.takewhile(lambda i: i not in self.ends, ids)
+            text = self.coder.decode(list(ids))
+            texts.append(min((text.partition(word)[0] for word in until), key=len, default=text))
+        return texts

@@ -1,4 +1,4 @@
-"""What bench and passkey ask of a model: how likely a continuation is, and how it would continue a text itself.
+"""What bench and passkey ask of a model: how likely is a continuation, and how does a text go on?
 
 A batch holds only inputs of the same length, so none of them needs padding.
 """
@@ -13,11 +13,12 @@ class Answer(NamedTuple):
     """What a model says of a continuation."""
     loglik: float                               # sum over its tokens, in nats
     greedy: bool                                # was each of them the likeliest?
-    rank: float                                 # their mean rank, each given those before it; 1: the likeliest
+    rank: float                                 # their mean rank; 1: the likeliest
 
 
 def text_tokenizer(run):
-    """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are symbols."""
+    """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are
+    symbols."""
     if run.tokenizer.name == "numbers":
         raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: "
                          "name a run trained on text")
@@ -25,8 +26,9 @@ def text_tokenizer(run):
 
 
 def batches(inputs, batch_size):
-    """Divide inputs, lists of ids, into batches of equal lengths: a list of lists of their numbers. A batch has at most
-    batch_size tokens. The longest is first, so that a batch that does not fit into memory fails at once."""
+    """Divide inputs, lists of ids, into batches of equal lengths. Returns lists of their numbers.
+    A batch has at most batch_size tokens, or one input. The longest is first, so that a batch that
+    does not fit into memory fails at once."""
     by_length, found = {}, []
     for number, ids in enumerate(inputs):
         by_length.setdefault(len(ids), []).append(number)
@@ -38,31 +40,33 @@ def batches(inputs, batch_size):
 
 @torch.no_grad()
 def answers(model, machine, requests, batch_size):
-    """The model's Answers to requests (ids, count): how likely are the last `count` ids after those before them? The
-    ranks share the batches. Raises ValueError if a log-likelihood is not finite."""
-    found = torch.zeros(len(requests), 3, dtype=torch.float64)          # zero where another rank reads
+    """The model's Answers to requests (ids, count): how likely are the last `count` ids after those
+    before them? The ranks share the batches. Raises ValueError if an answer is not finite."""
+    found = torch.zeros(len(requests), 3, dtype=torch.float64)      # zero where another rank reads
     todo = batches([ids[:-1] for ids, _ in requests], batch_size)
-    with machine.autocast():                    # one for all: each autocast converts the weights again
+    with machine.autocast():                    # one for all: each autocast converts the weights
         for batch in progress(todo[machine.rank::machine.world], machine.main):
             counts = [requests[number][1] for number in batch]
             ids = torch.tensor([requests[number][0] for number in batch], device=machine.device)
-            logits = model(ids[:, :-1], last=max(counts))[0]            # (B, max count, V)
+            logits = model(ids[:, :-1], last=max(counts))[0]        # (B, max count, V)
             for number, count, row, wanted in zip(batch, counts, logits, ids, strict=True):
                 row, wanted = row[-count:].float(), wanted[-count:, None]
-                own = row.gather(-1, wanted)                            # (count, 1)
+                own = row.gather(-1, wanted)                        # (count, 1)
                 logprob = (own - row.logsumexp(-1, keepdim=True)).cpu().double()
-                likeliest = (row.argmax(-1, keepdim=True) == wanted).all()
+                greedy = (row.argmax(-1, keepdim=True) == wanted).all().cpu()
                 rank = 1 + (row > own).sum(-1).cpu().double().mean()
-                found[number] = torch.stack([logprob.sum(), likeliest.cpu(), rank])
-    found = torch.tensor(machine.sum(*found.flatten().tolist()), dtype=found.dtype).view(found.shape)
+                found[number] = torch.stack([logprob.sum(), greedy, rank])
+    total = machine.sum(*found.flatten().tolist())
+    found = torch.tensor(total, dtype=found.dtype).view(found.shape)
     if not found.isfinite().all():
-        raise ValueError("the model's log-likelihoods are not finite: try --dtype=float32, and look at its loss with "
-                         "python eval.py loss")
+        raise ValueError("the model's log-likelihoods are not finite: try --dtype=float32, and "
+                         "look at its loss with python eval.py loss")
     return [Answer(loglik, bool(greedy), rank) for loglik, greedy, rank in found.tolist()]
 
 
 def generated(model, machine, prompts, batch_size, count, **how):
-    """The model's continuation of each prompt, at most `count` ids. how: arguments of GPT.generate."""
+    """The model's continuation of each prompt: lists of at most `count` ids. how: other arguments
+    of GPT.generate."""
     found = {}
     with machine.autocast():
         for batch in progress(batches(prompts, batch_size), machine.main):

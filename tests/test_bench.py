@@ -1,4 +1,4 @@
-"""eval.py bench: requests in batches of any size, and scores of local tasks against log-likelihoods computed here."""
+"""eval.py bench: requests in batches of any size, scores of local tasks, computed one by one."""
 import math
 import sys
 
@@ -19,96 +19,113 @@ from evals.instrument import load_run
 from model import GPT
 
 IDS = st.lists(st.integers(0, 30), min_size=2, max_size=9)
+REQUESTS = st.lists(IDS.flatmap(lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))))
+LENGTH = 40                                     # tokens of the longest input of a task
 
 
 @pytest.mark.parametrize("recipe", ["softmax", "sink_token"])
-@given(st.lists(IDS.flatmap(lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))), max_size=9),
-       st.integers(1, 30))
+@given(REQUESTS, st.integers(1, 30))
 @torch.no_grad()
 def test_requests_in_batches_are_answered_as_one_by_one(recipe, requests, batch_size):
     torch.manual_seed(SEED)
     model = GPT(tiny_config(attn=recipe)).double().eval()
     for p in model.parameters():                # less flat logits than at initialisation
         p.add_(0.2 * torch.randn_like(p))
-    for batch in (found := likelihood.batches([ids for ids, _ in requests], batch_size)):
+    found = likelihood.batches([ids for ids, _ in requests], batch_size)
+    for batch in found:
         lengths = {len(requests[number][0]) for number in batch}
-        assert len(lengths) == 1 and (len(batch) == 1 or len(batch) * lengths.pop() <= batch_size)
+        assert len(lengths) == 1 and (len(batch) == 1 or len(batch) * max(lengths) <= batch_size)
     assert sorted(sum(found, [])) == [*range(len(requests))]
     heard = likelihood.answers(model, Machine("cpu", "float32"), requests, batch_size)
     for (ids, count), answer in zip(requests, heard, strict=True):
-        logits, wanted = model(torch.tensor([ids[:-1]]))[0][0, -count:], torch.tensor(ids[-count:])[:, None]
-        rank = 1 + (logits > logits.gather(1, wanted)).sum(1)
-        loglik = logits.log_softmax(-1).gather(1, wanted).sum().item()
+        logits, wanted = model(torch.tensor([ids[:-1]]))[0][0, -count:], torch.tensor(ids[-count:])
+        own = logits.gather(1, wanted[:, None])
+        loglik, rank = (own[:, 0] - logits.logsumexp(1)).sum(), 1 + (logits > own).sum(1)
         assert answer.greedy == (rank == 1).all()
-        close([answer.loglik, answer.rank], [loglik, rank.double().mean().item()], dtype=torch.float32)
+        close([answer.loglik, answer.rank], [loglik.item(), rank.double().mean().item()],
+              dtype=torch.float32)
 
 
-def write_task(folder, name, rows, measures, **config):
-    """A task with its questions, in the harness's format (JSON is also YAML)."""
-    path = files.write_json(folder / f"{name}.json", rows) or folder / f"{name}.json"
-    files.write_json(folder / f"{name}.yaml", {
-        "task": name, "dataset_path": "json", "test_split": "test", "dataset_kwargs": {
-            "data_files": {"test": str(path)}, "cache_dir": str(folder / "cache")},
-        "metric_list": [{"metric": measure, "higher_is_better": True} for measure in measures], **config})
+@pytest.fixture
+def bench(toy_run, tmp_path, evaluate):
+    """Score rows as a task of the harness: bench(rows, measures, key=value of its YAML file)."""
+    pytest.importorskip("lm_eval", reason="needs the package lm-eval")
+
+    def scores(rows, measures, **config):
+        files.write_json(tmp_path / "rows.json", rows)
+        source = {"data_files": {"test": str(tmp_path / "rows.json")}, "cache_dir": str(tmp_path)}
+        files.write_json(tmp_path / "task.yaml", config | {             # JSON is YAML
+            "task": "t", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test",
+            "metric_list": [{"metric": name, "higher_is_better": True} for name in measures]})
+        found = evaluate("bench", f"--out_dir={toy_run}", f"--include_path={tmp_path}", "--tasks=t",
+                         f"--length={LENGTH}", "--batch_size=99")
+        assert found["questions"] == {"t": len(rows)}
+        return [found[f"t {name}"] for name in measures]
+    return scores
+
+
+@pytest.fixture
+def words():
+    """Draw at least `least` words, and fewer than `most`."""
+    dice = np.random.default_rng(SEED)
+    return lambda least, most: " ".join(dice.choice(TEXT.split(), dice.integers(least, most)))
 
 
 @torch.no_grad()
-def test_scores_are_those_of_log_likelihoods_computed_one_by_one(toy_run, tmp_path, evaluate):
-    """Choices, a text longer than a window, and an answer up to a stop string, with inputs of at most 40 tokens."""
-    pytest.importorskip("lm_eval", reason="needs the package lm-eval")
-    gpt, coder, dice = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run)), np.random.default_rng(SEED)
-    length, words = 40, np.array(TEXT.split())
+def loglik(gpt, before, after):
+    """The log-likelihood of the ids `after` after `before`, of which the last that fit are read."""
+    ids = torch.tensor([(before + after)[-LENGTH - 1:]])
+    logs = gpt(ids[:, :-1])[0][0].log_softmax(-1).gather(1, ids[0, 1:, None])
+    return logs[-len(after):].sum().item()
 
-    def text(least, most):
-        return " ".join(dice.choice(words, dice.integers(least, most)))
 
-    def loglik(before, after):                  # ids; the input is `length` ids at most
-        logs = gpt(torch.tensor([(before + after)[-length - 1:-1]]))[0][0].log_softmax(-1)
-        return logs[-len(after):].gather(1, torch.tensor(after)[:, None]).sum().item()
-
-    def ids(words):
-        return coder.encode(words).tolist()
-
-    rows = [{"q": text(1, 30), "choices": [text(1, 5) for _ in range(3)], "gold": int(dice.integers(3))}
-            for _ in range(8)]
-    write_task(tmp_path, "choose", rows, ["acc", "acc_norm"], output_type="multiple_choice", doc_to_text="{{q}}",
-               doc_to_target="gold", doc_to_choice="choices")
-    expected = {"choose acc": [], "choose acc_norm": []}
+def test_acc_takes_the_likeliest_choice_and_acc_norm_the_likeliest_per_character(
+        bench, toy_run, words):
+    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+    rows = [{"q": words(1, 30), "choices": [words(1, 5) for _ in "abc"], "gold": i % 3}
+            for i in range(9)]
+    hits = []
     for row in rows:
-        sums = [loglik(before := ids(row["q"]), ids(f"{row['q']} {choice}")[len(before):]) for choice in row["choices"]]
-        per_character = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
-        for name, scores in zip(expected, (sums, per_character), strict=True):
-            expected[name].append(np.argmax(scores) == row["gold"])
-    expected = {name: np.mean(hits) for name, hits in expected.items()}
-
-    page = text(60, 61)
-    write_task(tmp_path, "page", [{"page": page}], ["byte_perplexity", "bits_per_byte"], doc_to_text="",
-               output_type="loglikelihood_rolling", doc_to_target="{{page}}")
-    whole = [coder.separator, *ids(page)]
-    ends = [*range(length, len(whole) - 1, length), len(whole) - 1]     # the last token that each window predicts
-    total = sum(loglik(whole[max(0, end - length):start + 1], whole[start + 1:end + 1])
-                for start, end in zip([0, *ends], ends, strict=False))
-    expected |= {"page byte_perplexity": math.exp(-total / len(page.encode())),
-                 "page bits_per_byte": -total / len(page.encode()) / math.log(2)}
-
-    prompts, answers = [text(1, 30) for _ in range(6)], []
-    for prompt in prompts:
-        idx = torch.tensor([ids(prompt)[-length + 9:]])
-        answers.append(coder.decode(gpt.generate(idx, 9, temperature=0)[0, idx.shape[1]:].tolist()))
-    stop = answers[0][3:5]
-    rows = [{"q": prompt, "a": answer.partition(stop)[0] if number % 3 else "no"}
-            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
-    write_task(tmp_path, "say", rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
-               doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
-    expected["say exact_match"] = 4 / 6
-
-    found = evaluate("bench", f"--out_dir={toy_run}", f"--include_path={tmp_path}", "--tasks=choose,page,say",
-                     f"--length={length}", "--batch_size=99")
-    assert found["questions"] == {"choose": 8, "page": 1, "say": 6}
-    close({name: found[name] for name in expected}, expected, dtype=torch.float32, size=8.0)
+        before = coder.encode(row["q"]).tolist()
+        both = [coder.encode(f"{row['q']} {choice}").tolist() for choice in row["choices"]]
+        sums = [loglik(gpt, before, ids[len(before):]) for ids in both]
+        means = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
+        hits.append([np.argmax(sums) == row["gold"], np.argmax(means) == row["gold"]])
+    found = bench(rows, ["acc", "acc_norm"], output_type="multiple_choice", doc_to_text="{{q}}",
+                  doc_to_target="gold", doc_to_choice="choices")
+    close(found, np.mean(hits, 0).tolist())
 
 
-def test_without_its_package_bench_says_in_one_line_what_to_install(toy_run, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)         # as if it were missing
-    line = complain(eval_script.main, capsys, "bench", f"--out_dir={toy_run}", "--device=cpu", "--tasks=piqa")[1]
+def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, toy_run, words):
+    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+    text, total = words(60, 61), 0.0
+    ids = [coder.separator, *coder.encode(text).tolist()]
+    ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]     # the last ids of the windows
+    for start, end in zip([0, *ends], ends, strict=False):
+        total += loglik(gpt, ids[:start + 1], ids[start + 1:end + 1])
+    found = bench([{"text": text}], ["byte_perplexity", "bits_per_byte"], doc_to_text="",
+                  output_type="loglikelihood_rolling", doc_to_target="{{text}}")
+    nats = -total / len(text)
+    close(found, [math.exp(nats), nats / math.log(2)], dtype=torch.float32)
+
+
+def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, toy_run, words):
+    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+    rows = [{"q": words(1, 30)} for _ in range(6)]
+    for row in rows:
+        idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
+        ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
+        row["a"] = coder.decode(ids.tolist())
+    stop = rows[0]["a"][3:5]                    # for some rows in the middle of their answer
+    for number, row in enumerate(rows):
+        row["a"] = row["a"].partition(stop)[0] if number % 3 else "another answer"
+    found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
+                  doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
+    close(found, [4 / 6])
+
+
+def test_without_its_package_bench_says_what_to_install(toy_run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)     # as if it were missing
+    asked = "bench", f"--out_dir={toy_run}", "--device=cpu", "--tasks=piqa"
+    line = complain(eval_script.main, capsys, *asked)[1]
     assert_says("needs the package lm_eval.*pip install lm_eval", line)
