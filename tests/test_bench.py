@@ -1,5 +1,6 @@
 """eval.py bench: requests in batches of any size, scores of local tasks, computed one by one."""
 import math
+import shutil
 import sys
 
 import numpy as np
@@ -46,8 +47,19 @@ def test_requests_in_batches_are_answered_as_one_by_one(recipe, requests, batch_
               dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory, toy_run):
+    """toy_run with larger weights, so that the context matters."""
+    place = shutil.copytree(toy_run, tmp_path_factory.mktemp("bench") / "lively")
+    weights = torch.load(place / "ckpt.pt", weights_only=True)
+    for value in weights["model"].values():
+        value.mul_(6.0 if value.dim() > 1 else 1.0)
+    torch.save(weights, place / "ckpt.pt")
+    return place
+
+
 @pytest.fixture
-def bench(toy_run, tmp_path, evaluate):
+def bench(lively, tmp_path, evaluate):
     """Score rows as a task of the harness: bench(rows, measures, key=value of its YAML file)."""
     pytest.importorskip("lm_eval", reason="needs the package lm-eval")
 
@@ -57,7 +69,7 @@ def bench(toy_run, tmp_path, evaluate):
         files.write_json(tmp_path / "task.yaml", config | {             # JSON is YAML
             "task": "t", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test",
             "metric_list": [{"metric": name, "higher_is_better": True} for name in measures]})
-        found = evaluate("bench", f"--out_dir={toy_run}", f"--include_path={tmp_path}", "--tasks=t",
+        found = evaluate("bench", f"--out_dir={lively}", f"--include_path={tmp_path}", "--tasks=t",
                          f"--length={LENGTH}", "--batch_size=99")
         assert found["questions"] == {"t": len(rows)}
         return [found[f"t {name}"] for name in measures]
@@ -80,24 +92,28 @@ def loglik(gpt, before, after):
 
 
 def test_acc_takes_the_likeliest_choice_and_acc_norm_the_likeliest_per_character(
-        bench, toy_run, words):
-    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+        bench, lively, words):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     rows = [{"q": words(1, 30), "choices": [words(1, 5) for _ in "abc"], "gold": i % 3}
             for i in range(9)]
-    hits = []
+    hits, right = [], []
     for row in rows:
         before = coder.encode(row["q"]).tolist()
         both = [coder.encode(f"{row['q']} {choice}").tolist() for choice in row["choices"]]
         sums = [loglik(gpt, before, ids[len(before):]) for ids in both]
         means = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
+        right.append(sums[row["gold"]])
         hits.append([np.argmax(sums) == row["gold"], np.argmax(means) == row["gold"]])
     found = bench(rows, ["acc", "acc_norm"], output_type="multiple_choice", doc_to_text="{{q}}",
                   doc_to_target="gold", doc_to_choice="choices")
     close(found, np.mean(hits, 0).tolist())
+    found = bench(rows, ["perplexity"], output_type="loglikelihood", doc_to_text="{{q}}",
+                  doc_to_target="{{' ' + choices[gold]}}")
+    close([math.log(found[0])], [-np.mean(right)], dtype=torch.float32)
 
 
-def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, toy_run, words):
-    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, lively, words):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     text, total = words(60, 61), 0.0
     ids = [coder.separator, *coder.encode(text).tolist()]
     ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]     # the last ids of the windows
@@ -109,16 +125,16 @@ def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, toy_run, word
     close(found, [math.exp(nats), nats / math.log(2)], dtype=torch.float32)
 
 
-def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, toy_run, words):
-    gpt, coder = load_run(toy_run, "cpu")[0], tokens.tokenizer(str(toy_run))
+def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     rows = [{"q": words(1, 30)} for _ in range(6)]
     for row in rows:
         idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
         ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
         row["a"] = coder.decode(ids.tolist())
-    stop = rows[0]["a"][3:5]                    # for some rows in the middle of their answer
+    stop = rows[0]["a"][3:5]
     for number, row in enumerate(rows):
-        row["a"] = row["a"].partition(stop)[0] if number % 3 else "another answer"
+        row["a"] = "another answer" if number % 3 == 1 else row["a"].partition(stop)[0]
     found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
                   doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
     close(found, [4 / 6])
