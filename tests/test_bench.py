@@ -125,9 +125,9 @@ def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, lively, words
     close(found, [math.exp(nats), nats / math.log(2)], dtype=torch.float32)
 
 
-def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words):
+def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words, monkeypatch):
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
-    rows = [{"q": words(1, 30)} for _ in range(6)]
+    rows, read, generate = [{"q": words(1, 40)} for _ in range(6)], [], GPT.generate
     for row in rows:
         idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
         ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
@@ -135,9 +135,13 @@ def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words):
     stop = rows[0]["a"][3:5]
     for number, row in enumerate(rows):
         row["a"] = "another answer" if number % 3 == 1 else row["a"].partition(stop)[0]
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, *args, **how: read.append(
+        idx.shape[1]) or generate(self, idx, *args, **how))
     found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
                   doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
     close(found, [4 / 6])
+    lengths = {len(coder.encode(row["q"])) for row in rows}
+    assert set(read) == {min(length, LENGTH - 9) for length in lengths} and max(lengths) > LENGTH
 
 
 def test_without_its_package_bench_says_what_to_install(toy_run, capsys, monkeypatch):
