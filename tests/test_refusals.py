@@ -433,7 +433,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
-    scrolls --out_dir=x => give --source; loss => which run. give --out_dir;
+    bench --out_dir=x => which tasks. give --tasks; loss => which run. give --out_dir;
     theory --seed=-1 => must be at least 0; maps --out_dir=x --text=' ' => --text is empty;
     heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
     ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
@@ -442,7 +442,6 @@ SAYS = [                                        # (how a line begins, exit code,
     probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
-    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
     loss --out_dir={learned} --length=17 => its block_size=16 positions;
     sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>; board --also=x => choose from steps, .*words;
     board --also=words --books=no => texts, and no is none; board --train_args=--n_layer=1 => a folder of their own;
