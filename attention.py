@@ -30,6 +30,7 @@ from axes.base import Choice, Constant, split_heads, wide
 from axes.layer import Layer
 from axes.positions import Distance, as_distance
 from axes.sight import visible, visible_count
+from common.flags import layers_of
 from kernels import BINARY, LN2, LOG2E, Kernel, const_power, jit, log_one_plus, logistic, real_power, tl
 
 # ------------------------------------------------------------------------------------------------------- what a rule is
@@ -679,7 +680,7 @@ def pattern(text):
     """The layers that --layers repeats, [(recipe, {axis or constant: text})]: "kda*3+softmax,pos=none" names four.
     Raises ValueError on an unknown recipe."""
     found = []
-    for part in text.split("+"):
+    for part in layers_of(text):
         words = re.fullmatch(r"(\w+)(?:\*([1-9]\d?))?((?:,\w+=[^,=]+)*)", part)
         if not words or words[1] not in ATTENTIONS:
             raise ValueError(f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes are "

@@ -4,8 +4,8 @@
 
 eval.py rebuilds the model from the run's meta.json. --attn and the flags of its axes replace the run's own choices if
 its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another, and
---attn=softmax,softmax1 at a run under several recipes. evals/measures.py and evals/stream.py give the sources of the
-measures.
+--attn=softmax,softmax1 at a run under several recipes: --attn=softmax,window --window=16 gives only window 16 keys.
+evals/measures.py and evals/stream.py give the sources of the measures.
 """
 import json
 import sys
@@ -17,9 +17,9 @@ from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
     bench, board, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
-    routers, sample, scrolls, show, speed, theory)
+    routers, sample, show, speed, theory)
 from evals.instrument import (
-    Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, recipe_names, runs_named)
+    Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, overrides_of, recipe_names, runs_named)
 
 
 class Command(NamedTuple):
@@ -44,8 +44,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "groups": Command(groups.Groups, groups.command, groups.draw),
     "routers": Command(routers.Routers, routers.command, routers.draw),
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
-    "scrolls": Command(scrolls.Scrolls, scrolls.command),
-    "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
+    "bench": Command(bench.Bench, bench.command),
 }
 OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
@@ -95,11 +94,13 @@ def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns the numbers as JSON has them,
     the text, and {run: numbers}; None on all ranks but one."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    recipes, cases = overrides.get("attn", "").split(","), {}           # of one run under several recipes
+    recipes, cases = recipe_names(overrides["attn"]) if "attn" in overrides else [], {}
     for place in places:
-        for attn in recipes:
-            name = place if len(recipes) == 1 else f"{place} --attn={attn}"
-            cases[name] = place, overrides | ({"attn": attn} if attn else {})
+        if len(recipes) < 2:
+            cases[place] = place, overrides
+            continue
+        for changed in overrides_of(recipes, overrides).values():       # of one run under several recipes
+            cases[" ".join([place, *(f"--{name}={value}" for name, value in changed.items())])] = place, changed
     if command.check:                           # before the work begins
         command.check(args, places)
     for place, changed in cases.values():

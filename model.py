@@ -212,7 +212,7 @@ class GPTConfig(Knobs):
         next(iter(attention.ATTENTIONS)), "attention recipe: sets the axes below, unless their flags are given",
         tuple(attention.ATTENTIONS))
     layers: str = knob("", "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps with "
-        "axes of its own: gated_deltanet*3+softmax,pos=none. An axis changed by its flag is changed in all layers")
+        "axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes this axis in all layers")
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto", "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
@@ -291,7 +291,8 @@ class GPTConfig(Knobs):
     @property
     def kinds(self):
         """The configs of the layers that --layers repeats, each with the axes of its recipe, except those that differ
-        from the first recipe's, which flags have changed for all layers. Without --layers: [self]."""
+        from the first recipe's, which a preset or a flag has changed for all layers. A layer's own axes beat both:
+        common/flags.py has already written those of flags into each layer. Without --layers: [self]."""
         first, found = mixers.DEFAULTS | self.recipe, []
         changed = {axis: getattr(self, axis) for axis in first if axis != "args" and getattr(self, axis) != first[axis]}
         for attn, own in attention.pattern(self.layers) if self.layers else ():
@@ -387,13 +388,14 @@ class GPT(nn.Module):
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
 
-    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False, starts=None):
+    def forward(self, idx, targets=None, cache=None, importance=False, last=0, starts=None):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. last_only: only the logits
-        of the last position, (B, 1, V). starts (B, T): idx holds packed documents, and each token's own begins at this
-        position; None: it holds one. Raises ValueError on too many tokens for --pos, or a cache of another model."""
+        importance: return the importance of every head, (layers, heads), as a third value. last: only the logits of
+        this many last positions; 0: of all. starts (B, T): idx holds packed documents, and each token's own begins at
+        this position; None: it holds one. Raises ValueError on too many tokens for --pos, or on a cache of another
+        model."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -427,9 +429,11 @@ class GPT(nn.Module):
             block.attn.measures_importance = importance
             x = block(x, None if cache is None else cache[layer], turn)
         more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
+        for block in self.transformer.h:
+            block.attn.importance = None        # free its graph: a model that holds one cannot be copied
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        x = x[:, -1:] if last_only else x[:, ahead:]
+        x = x[:, ahead:][:, -last:]
         logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         if targets is None:
             return logits, None, *more
@@ -546,7 +550,7 @@ class GPT(nn.Module):
                 context, cache = idx[:, -limit:], None
             else:                               # the whole prompt, or the newest token, which the cache lacks
                 context = idx[:, -1:] if cache and cache[0] else idx
-            logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
+            logits = self(context, cache=cache, last=1)[0][:, 0].float()     # (B, V)
             new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
             if len(stop):                       # only then, because all() waits for the GPU

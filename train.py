@@ -204,7 +204,8 @@ class Training:
 
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
-        self.kernel = mixers.choose_kernel(config, machine.device.type)             # raises if it is not there
+        self.kernel = mixers.choose_kernel(                     # raises if it is not there
+            config, machine.device.type, importance=knobs.head_balance > 0)
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val", knobs.docs)
@@ -412,12 +413,13 @@ def main(argv):
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
         training = Training(knobs, config, machine, folder, data, stored, argv)
-        training.begin(data)
-        began = time.perf_counter()
-        if stopped := training.train():
-            printing.say_how_to_resume(knobs, machine, stopped)
-        else:
-            training.finish(time.perf_counter() - began)
+        with training.run.locked(machine):
+            training.begin(data)
+            began = time.perf_counter()
+            if stopped := training.train():
+                printing.say_how_to_resume(knobs, machine, stopped)
+            else:
+                training.finish(time.perf_counter() - began)
         del training                            # by now nothing uses the group of ranks
         machine.close()
     sys.exit(130 if stopped else 0)

@@ -4,7 +4,6 @@ This module imports no other module of this repository.
 """
 import contextlib
 import errno
-import glob
 import hashlib
 import importlib
 import io
@@ -28,15 +27,7 @@ def replacing(path, mode="wb"):
     files of this path that killed processes have left are deleted: a checkpoint may be large."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        process = leftover.name.split(".")[-2]
-        try:
-            if process.isdigit():
-                os.kill(int(process), 0)        # the signal 0 only asks whether there is such a process
-        except ProcessLookupError:
-            leftover.unlink(missing_ok=True)
-        except OSError:                         # it is another user's
-            pass
+    delete_leftovers(path.parent, re.escape(path.name))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
@@ -50,6 +41,26 @@ def replacing(path, mode="wb"):
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def delete_leftovers(folder, names):
+    """Delete the temporary files of `replacing` that killed processes have left in a folder. names: a regular
+    expression of the final names. Links, folders, and files of running processes stay."""
+    for path in folder.glob(".*.tmp"):
+        found = re.fullmatch(rf"\.(?:{names})\.(?P<process>[0-9]+)\.tmp", path.name)
+        if found and path.is_file() and not path.is_symlink() and not is_running(int(found["process"])):
+            path.unlink(missing_ok=True)
+
+
+def is_running(process):
+    """Does this machine have a process with this id?"""
+    try:
+        os.kill(process, 0)                     # the signal 0 is never delivered
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:                             # it is another user's
+        pass
+    return True
 
 
 def regular(path):
@@ -115,6 +126,7 @@ def optional(module):
         raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
 
 
+TOO_LARGE = "cannot be converted to type float without overflow"        # torch's words if float32 cannot hold a number
 # torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into any
 NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
 
@@ -137,11 +149,13 @@ def one_line_errors():
     except BrokenPipeError:                     # the reader of the output has closed it, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes its buffer there
         sys.exit(1)
-    except (ValueError, OSError, KeyboardInterrupt, RuntimeError, MemoryError) as e:
-        if isinstance(e, RuntimeError | MemoryError):                   # to explain: not enough memory
+    except (ValueError, OSError, KeyboardInterrupt, RuntimeError, MemoryError, OverflowError) as e:
+        why = (str(e) or "an allocation failed").splitlines()[0]
+        if isinstance(e, OverflowError) or TOO_LARGE in why:
+            e = f"a number is too large ({why}): use smaller ones, such as --learning_rate or --attn_args"
+        elif isinstance(e, RuntimeError | MemoryError):                 # to explain: not enough memory
             if isinstance(e, RuntimeError) and not re.search(NO_MEMORY, str(e)):
                 raise
-            why = (str(e) or "an allocation failed").splitlines()[0]
             sizes = "--batch_size, --block_size or --lengths"
             e = f"there is not enough memory ({why}): use smaller sizes, such as {sizes}"
         if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import re
 from functools import partial
 from typing import get_type_hints
 
@@ -149,9 +150,28 @@ def with_recipe(base, given, recipes, axes):
     the knobs of a stored run. axes: their names.
 
     A stored run has a value for every axis. If --attn is given, the axis values of its old recipe, all --attn_args
-    and --layers are dropped. Axis values that the user had chosen in addition are kept."""
+    and --layers are dropped. Axis values that the user had chosen in addition are kept. A given axis is written into
+    each layer of --layers."""
     if "attn" in given:
         before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
         base = {n: value for n, value in base.items() if n not in {*axes, "layers"} or before.get(n) != value}
         base |= {"attn_args": ""} | recipes[given["attn"]]
-    return base | given
+    knobs = base | given
+    if knobs.get("layers"):
+        knobs["layers"] = in_all_layers(knobs["layers"], {name: given[name] for name in axes if name in given})
+    return knobs
+
+
+def layers_of(text):
+    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not end a part."""
+    return re.split(r"\+(?!bias\b)", text)
+
+
+def in_all_layers(text, axes):
+    """--layers with these axes {name: value} in each part, in place of the part's own."""
+    parts = []
+    for part in layers_of(text):
+        recipe, *pairs = part.split(",")
+        own = dict(pair.split("=") for pair in pairs)
+        parts.append(",".join([recipe, *(f"{name}={value}" for name, value in (own | axes).items())]))
+    return "+".join(parts)

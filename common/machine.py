@@ -29,8 +29,14 @@ class Machine:
 
     def __init__(self, device="auto", dtype="auto"):
         # torchrun sets these; without it there is one rank
-        self.rank, self.local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        given = {name: os.environ.get(name, value) for name, value in usual.items()}
+        numbers = [int(text) if text.isdecimal() else -1 for text in given.values()]
+        self.rank, self.local_rank, self.world = numbers
+        if not 0 <= self.rank < self.world or self.local_rank < 0:
+            words = " ".join(f"{name}={text}" for name, text in given.items())
+            raise ValueError(f"{words} name no rank, since RANK must be in 0..WORLD_SIZE-1: let torchrun set these "
+                             "variables, or unset them")
         self.main = self.rank == 0              # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:                # by torchrun, or by an instrument
             end_with_parent()
@@ -84,6 +90,13 @@ class Machine:
         total = x.detach().clone()
         dist.all_reduce(total)
         return total / self.world + (x - x.detach())
+
+    def share(self, value):
+        """The main rank's value, on every rank."""
+        values = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(values, device=self.device)
+        return values[0]
 
     def wait(self):
         """Wait until every rank is here."""

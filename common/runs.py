@@ -7,6 +7,7 @@
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu. "balance" is the sum of
                 --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
+    lock        only while a process trains in the folder: its id and its host
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
                 torch.distributed.checkpoint. Every other command needs ckpt.pt. Make it from the parts with
                 python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
@@ -22,6 +23,7 @@ import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -47,9 +49,56 @@ class Run:
         self.folder, self.main = Path(folder), machine.main
         self.checkpoint, self.parts = self.folder / "ckpt.pt", self.folder / PARTS
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
+        self.lock = self.folder / "lock"
+        self.process = f"process {os.getpid()} on {socket.gethostname()}"               # the content of its lock
         self.saved = None                       # the step of the last checkpoint, None before the first
         self.meta = {}                          # the content of meta.json
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + extra_columns
+
+    @contextlib.contextmanager
+    def locked(self, machine):
+        """A context in which no other process trains in this folder. If one does, every rank raises ValueError."""
+        error = None
+        if self.main:
+            try:
+                with self.writing(self.saved or 0):
+                    self.take_lock()
+            except (ValueError, OSError) as e:
+                error = str(e)
+        if error := machine.share(error):       # the other ranks would wait for the main one
+            raise ValueError(error)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):                          # somebody has deleted it
+                if self.main and self.lock.read_text() == self.process:
+                    self.lock.unlink()
+
+    def take_lock(self):
+        """Write the lock. That of a process of this host that has ended is taken over. Raises ValueError if the lock is
+        another process's, or if a symbolic link would lead out of the folder."""
+        for path in (self.lock, self.parts, self.folder / "old"):
+            if path.is_symlink():
+                raise ValueError(f"{path} is a symbolic link, which no run follows: remove the link, or name another "
+                                 "folder with --out_dir")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as alone:
+            with contextlib.suppress(ImportError, OSError):             # where this fails, only taking over can race
+                import fcntl                    # not on Windows
+                folder = os.open(self.folder, os.O_RDONLY)
+                alone.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+            if self.lock.exists():
+                holder = files.regular(self.lock).read_text(errors="replace")
+                found = re.fullmatch(r"process (\d+) on (.+)", holder)
+                here = found and found[2] == socket.gethostname()
+                ended = here and (int(found[1]) == os.getpid() or not files.is_running(int(found[1])))
+                if holder and not ended:        # a full disk leaves an empty lock
+                    raise ValueError(f"{holder[:99]} trains in {self.folder}: name another folder with --out_dir; if "
+                                     f"that process has ended, delete {self.lock}")
+                self.lock.unlink()
+            with open(self.lock, "x") as f:
+                f.write(self.process)
 
     def begin(self, meta):
         """Open the log. A new run moves an earlier run's files aside, to old/1, old/2, ... A resumed run drops the rows
@@ -58,9 +107,10 @@ class Run:
         if not self.main:
             return
         with self.writing(self.saved or 0):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            incomplete = (left for left in self.parts.glob("*") if not (left / ".metadata").exists())
-            delete(*self.folder.glob(".*.tmp"), *incomplete)            # left by a kill during a save
+            # left by a kill during a save
+            files.delete_leftovers(self.folder, r"ckpt\.pt|meta\.json|log\.csv|tokenizer\.json")
+            steps = (left for left in self.parts.glob("*") if left.name.isdecimal())
+            delete(*(left for left in steps if not (left / ".metadata").exists()))
             if self.saved is None and last_checkpoint(self.folder):
                 numbered = (self.folder / "old" / str(n) for n in itertools.count(1))
                 old = next(path for path in numbered if not path.exists())
@@ -82,7 +132,8 @@ class Run:
         files.regular(self.log_csv)
         try:
             with open(self.log_csv, newline="") as f:
-                complete = (row for row in csv.reader(f) if len(row) == len(self.columns) and row[0].isdecimal())
+                rows = csv.reader(line for line in f if line.endswith("\n"))
+                complete = (row for row in rows if len(row) == len(self.columns) and row[0].isdecimal())
                 return [row for row in complete if int(row[0]) <= step]
         except (ValueError, csv.Error) as e:    # not even text, or without commas
             raise ValueError(f"{self.log_csv} is damaged ({e}): delete it, and a new one begins") from None

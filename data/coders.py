@@ -4,6 +4,7 @@
     content                         content of the tokenizer.json that a run must store; None: its name is enough
     exported                        the tokenizer as a tokenizer.json; None: it cannot be one
     lengths                         bytes of text of each id, (vocab_size,)
+    prefix                          bytes that encode adds before a text: 1 if it adds a space
     encode(text), decode(ids)       special tokens are neither parsed from text nor shown
 
 Bytes, GPT-2's byte pairs, and the symbols of synthetic tasks have names. Any other tokenizer is a tokenizer.json: it
@@ -92,7 +93,7 @@ def try_tokenizer(memory):
 
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
-    name, vocab_size, separator = "bytes", 257, 256
+    name, vocab_size, separator, prefix = "bytes", 257, 256, 0
     content, exported = None, byte_pairs(BYTE_SPELLING, [], {END: 256})            # without any merges
     lengths = np.array([1] * 256 + [0])
 
@@ -172,6 +173,12 @@ class Tokenizer:
             lengths[i] = 0 if token.special else len(token.content.encode())
         lengths[self.separator] = 0
         return lengths
+
+    @functools.cached_property
+    def prefix(self):
+        """Bytes that encode adds before a text. It adds no space before a space: the ids of such a text are often those
+        of the text without its first space, which then is not counted."""
+        return max(0, int(self.lengths[self.encode("a")].sum()) - 1)
 
     def encode(self, text):
         parts = cut(text) if self.byte_level else [text]                # SentencePiece's words may contain spaces

@@ -84,9 +84,12 @@ def parquet_texts(path):
             if "text" not in table.schema_arrow.names:
                 raise ValueError(f'no column "text", only {", ".join(table.schema_arrow.names)}')
             for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-                yield from batch["text"].to_pylist()
+                texts = batch["text"].to_pylist()
+                if wrong := [text for text in texts if not isinstance(text, str | None)]:
+                    raise ValueError(f'its column "text" holds {type(wrong[0]).__name__}, not str')
+                yield from texts
     except (ValueError, OSError) as e:
-        raise ValueError(f"{path} cannot be read as parquet ({e}): fetch it again") from None
+        raise ValueError(f"{path} cannot be read as parquet ({e}): mend it, or fetch it again") from None
 
 
 LONGEST = 1 << 30                               # bytes of one text: a small .gz can hold a line that fills all memory
@@ -178,10 +181,11 @@ def write_shard(path, tokens, coder=None):
             if piece.size and not (0 <= piece.min() and piece.max() <= np.iinfo(kind).max):
                 raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}")
             f.write(piece.astype(kind).tobytes())
+            text += int(coder.lengths[piece].sum()) if coder else 0
             if coder and piece.size and piece[0] == coder.separator:
                 starts.append(count)
+                text -= coder.prefix
             count += piece.size
-            text += int(coder.lengths[piece].sum()) if coder else 0
         f.seek(0)
         f.write(shard_header(kind, count))
     beside = path.with_suffix(".starts.bin")
@@ -236,10 +240,11 @@ def described(coder):
 
 def begin(out, coder=None):
     """Prepare a folder for a new data set. Delete meta.json, without which a data set is incomplete, and the temporary
-    files of a killed run."""
+    files of killed processes."""
     out.mkdir(parents=True, exist_ok=True)
+    files.delete_leftovers(out, rf"{SHARD.pattern}|(?:meta|progress|tokenizer)\.json")
     earlier = [out / "tokenizer.json"] if "separator" in meta_of(out) else []
-    for path in [*earlier, out / "meta.json", *out.glob(".*.bin.*.tmp"), *out.glob(".*.json.*.tmp")]:
+    for path in [*earlier, out / "meta.json"]:
         path.unlink(missing_ok=True)
     keep_tokenizer(out, coder and coder.content)
 

@@ -5,7 +5,7 @@
 
 The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
 query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
-recipes show their first view. Learned scalars have their initial values.
+recipes show their first view alone, and are named so. Learned scalars have their initial values.
 
 In docs/rules.html, a page for a browser, one drags the scores instead.
 """
@@ -39,12 +39,19 @@ def command(args, run=None):
     scores, found = torch.linspace(-args.spread, args.spread, args.keys), {}
     for name in names:
         w, extra = row_of(name, scores)
-        found[name] = {"on_keys": sum(w), "extra": extra, "zeros": w.count(0) / len(w), "largest": max(w), "weights": w}
+        view = "first" if "diff" in attention.recipe(name) else None    # of the two of a differential recipe
+        found[name] = {"view": view, "on_keys": sum(w), "extra": extra, "zeros": w.count(0) / len(w), "largest": max(w),
+                       "weights": w}
     numbers = {"scores": scores.tolist(), "recipes": found}
-    cells = [[name, row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
+    cells = [[shown(name, row), row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
     return numbers, (f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
                      + table(cells, ["recipe", "sum", "zeros", "largest weight"])
                      + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0")
+
+
+def shown(name, row):
+    """The recipe's name, and whether the row is that of its first view alone, from which it subtracts the second."""
+    return f"{name}, first view" if row["view"] else name
 
 
 def row_of(name, scores):
@@ -74,7 +81,7 @@ def draw(path, found):
     """Draw the weights against the scores, with a line for each recipe."""
     with figure_of(path, [3.6], [6]) as ((ax,),):
         for name, row in found["recipes"].items():
-            ax.plot(found["scores"], row["weights"], label=f"{name}: sums to {row['on_keys']:.2f}")
+            ax.plot(found["scores"], row["weights"], label=f"{shown(name, row)}: sums to {row['on_keys']:.2f}")
         ax.legend(frameon=False, fontsize=8)
         if of_cosines := [name for name in found["recipes"] if attention.recipe(name).get("qk_norm") == "l2"]:
             most = found["scores"][-1] or 1     # --spread=0

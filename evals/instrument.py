@@ -34,6 +34,7 @@ from tqdm import tqdm
 import attention
 import mixers
 from axes.layer import Layer
+from axes.options import constants
 from axes.positions import POSITIONS
 from common import files
 from common.flags import Knobs, fields_of, knob, with_recipe
@@ -77,7 +78,9 @@ class Windows(Knobs):
 
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
-RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic", "choices": None}}
+RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic. "
+                            "Of several, those that set an axis or have a constant get its flag; if none does, all do",
+                    "choices": None}}
 Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})))
     for f in dataclasses.fields(GPTConfig)
@@ -328,6 +331,21 @@ def recipe_names(text):
     for name in names:
         attention.recipe(name)
     return names
+
+
+def overrides_of(recipes, given):
+    """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row in ATTENTIONS sets
+    it, and a constant of --attn_args those that have it. If none does, and for any other flag, it reaches all."""
+    configs = {attn: GPTConfig(attn=attn) for attn in recipes}
+    names = {attn: config.recipe.keys() | constants(config, mixers.MIXERS[config.mixer].axes)
+             for attn, config in configs.items()}
+    args, found = given.get("attn_args", "").split(","), {}
+    for attn in recipes:
+        others = set().union(*names.values()) - names[attn]             # what only other recipes have
+        changed = {name: value for name, value in given.items() if name not in {*others, "attn_args"}}
+        own = ",".join(pair for pair in args if pair.split("=")[0] not in others)
+        found[attn] = changed | {"attn": attn} | ({"attn_args": own} if own else {})
+    return found
 
 
 def table(rows, header):

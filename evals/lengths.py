@@ -4,8 +4,9 @@ Attention 2601.00919, section 5.5 and figure 6: trained at 512 tokens, perplexit
 Every length reads the same tokens: spans of the longest length, whole or cut into adjacent windows. So lengths differ
 only in the context before a token. Standard errors are over spans.
 
---rope_scaling stretches RoPE's wavelengths. With --finetune the model first trains for more steps at each length beyond
-its own, as a new run (Threshold Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps).
+--rope_scaling stretches RoPE's wavelengths at the lengths beyond the training length. With --finetune the model first
+trains for more steps at each of them, as a new run (Threshold Differential Attention 2601.12145, section 6 and
+appendix D.3: 500 steps). The base row, from which "more" is measured, is the model as it was trained.
 """
 import dataclasses
 import itertools
@@ -44,17 +45,23 @@ def command(args, run):
                          "same tokens")
     run.window(longest, "lengths")              # raises ValueError
     split, count = run.split(args.split), max(2, 65_536 // longest) if args.windows < 0 else args.windows
+    base = trained if trained in lengths else lengths[0]
+    unstretched = max(base, trained)            # the longest windows that --rope_scaling leaves as they are
     losses = {}                                 # {length: the loss of every token, (spans, longest)}
     for length in lengths:
-        model, found = finetuned(run, length, args) if args.finetune and length > trained else run.model, []
+        model, found = run.model, []
+        if args.finetune and length > trained:
+            model = finetuned(run, length, args)
+        elif length <= unstretched:
+            model = unscaled(run)
         for rows in window_batches(model, split, machine, longest, count, args.batch_size, bar=True):
             windows = rows.unfold(1, length + 1, length).flatten(0, 1)  # (B longest / length, length + 1)
             with torch.no_grad():
                 found.append(token_losses(model, windows, machine).view(len(rows), -1).double().cpu())
         losses[length] = torch.cat(found).numpy()
-    base = trained if trained in losses else lengths[0]
     numbers = {"dataset": run.dataset, "split": args.split, "spans": len(losses[longest]), "training_length": trained,
-               "base": base, "rope_scaling": run.model.config.rope_scaling, "finetune": args.finetune,
+               "base": base, "rope_scaling": run.model.config.rope_scaling, "unstretched": unstretched,
+               "finetune": args.finetune,
                "lengths": [summary(losses[length], length, losses[base]) for length in lengths]}
     return numbers, in_words(numbers)
 
@@ -76,10 +83,24 @@ def bin_ends(longest):
     return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
 
 
+def unscaled(run):
+    """The model of a run with its own RoPE, and with the other overrides of this evaluation."""
+    changed = overrides(run)
+    others = {name: value for name, value in changed.items() if name not in ("rope_base", "rope_scaling")}
+    return run.model if others == changed else run.beside(run.out_dir, others).model
+
+
+def overrides(run):
+    """{name: value} of the choices of a run that this evaluation changes."""
+    now = dataclasses.asdict(run.model.config)
+    stored = dataclasses.asdict(model_config(run.meta["knobs"], {}))
+    return {name: now[name] for name in stored if now[name] != stored[name]}
+
+
 def finetuned(run, length, args):
     """The model of a run after args.finetune more steps at this length, with the overrides of this evaluation, as many
     tokens per step, and a tenth of the learning rate, at which a schedule ends by default."""
-    folder, knobs, now = Path(f"{run.out_dir}-{length}"), run.meta["knobs"], dataclasses.asdict(run.model.config)
+    folder, knobs = Path(f"{run.out_dir}-{length}"), run.meta["knobs"]
     flags = {"init_from": run.out_dir, "block_size": length, "max_iters": args.finetune, "eval_interval": args.finetune,
              "warmup_iters": args.finetune // 10, "device": run.machine.device}
     if "learning_rate" in knobs:                # public weights lack it; train.py has a preset for them
@@ -87,8 +108,7 @@ def finetuned(run, length, args):
         flags |= {name: knobs[name] for name in same} | {
             "batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
             "learning_rate": knobs["learning_rate"] / 10}
-    stored = dataclasses.asdict(model_config(knobs, {}))
-    flags |= {name: now[name] for name in stored if now[name] != stored[name]}              # the overrides
+    flags |= overrides(run)
     train_if_missing(folder, [*(f"--{name}={shown(value)}" for name, value in flags.items()), f"--out_dir={folder}",
                               *args.train_args.split()])
     return run.beside(folder).model
@@ -103,6 +123,8 @@ def in_words(numbers):
             for b in longest["by_position"]]
     meanings = {"+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the same at every "
                       "length", "more": f"nats per token more than at length {numbers['base']}"}
+    if numbers["rope_scaling"]:
+        meanings["scaling"] = f"RoPE as it was trained in windows of at most {numbers['unstretched']} tokens"
     return "\n\n".join([table(rows, ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]), legend(meanings),
                         table(bins, ["tokens seen", "loss"])])
 

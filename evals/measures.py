@@ -33,7 +33,7 @@ MEASURES = {                                    # name: its meaning, printed und
     "sparsity": "share of exact zeros among the pairs that may attend",
     "negative": "share of negative weights among the pairs that may attend",
     "empty_rows": "share of rows whose weights are all zero",
-    "dead_heads": "share of heads whose rows are all empty",
+    "dead_heads": "share of heads whose rows are all empty, of those that see more than one key",
     "entropy": "effective entropy, in nats: that of a row's absolute weights, scaled to sum to 1",
     "dispersion": "entropy of a row over log n, if it sees n > 1 keys: 1 is evenly spread, 0 is all on one key",
     "peak": "largest absolute weight in rows that see more than one key; of a layer: over all its heads",
@@ -128,11 +128,12 @@ class Probe:
         mass = a.sum(-1)
         total = mass + extra + 1e-8             # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
-        entropy, several = torch.special.entr(p).sum(-1), (n > 1).float()
+        entropy, several, empty = torch.special.entr(p).sum(-1), (n > 1).float(), (w == 0).all(-1)
         row_values = {
             "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, first, module.sight) / n,
             "sink": on(w, first), "share": on(a, first) / total, "row_mass": w.sum(-1), "extra": extra,
-            "sparsity": n - (w != 0).sum(-1), "empty_rows": (w == 0).all(-1), "negative": (w < 0).sum(-1),
+            "sparsity": n - (w != 0).sum(-1), "empty_rows": empty, "negative": (w < 0).sum(-1),
+            "empty_several": several * empty,
             "entropy": entropy, "several": several,
             "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
         if self.local:
@@ -166,7 +167,7 @@ class Probe:
         found |= {"density": found["row_mass"] - found["sink"],
                   # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
                   "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-                  "dead_heads": (s["empty_rows"] == s["rows"]).double()}
+                  "dead_heads": (s["empty_several"] / s["several"] == 1).double()}    # 0 / 0 is not 1
         if "gate" in found:                     # eq. 8 of Native MoE
             found["importance"] = found["gate"]
         return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found

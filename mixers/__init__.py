@@ -64,8 +64,12 @@ def check_axes(config):
             raise ValueError(f"--layers={config.layers}: {axis} is {', '.join(values)} and must be one: give --{axis}")
 
 
-def choose_kernel(config, device):
+def choose_kernel(config, device, importance=False):
     """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps "torch and sdpa".
-    Raises ValueError if an explicit --kernel cannot run."""
-    return " and ".join(dict.fromkeys(
-        attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles) for kind in config.kinds))
+    importance: whether head importance is measured. Without a gate this takes a row's log-sum-exp, which sdpa does not
+    return. Raises ValueError if an explicit --kernel cannot run."""
+    found = []
+    for kind in config.kinds:
+        kernel = attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
+        found.append("torch" if kernel == "sdpa" and importance and kind.gate == "none" else kernel)
+    return " and ".join(dict.fromkeys(found))

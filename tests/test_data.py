@@ -91,6 +91,10 @@ def test_documents_come_back_from_every_kind_of_file(tmp_path_factory, texts):
         for name in ("text", "body"):
             pyarrow.parquet.write_table(pyarrow.table({name: texts}), folder / f"{name}.parquet", row_group_size=2)
         rows += [folder / "text.parquet"]
+        for kind, value in ("int", 1), ("list", ["a"]), ("bytes", b"a"):
+            pyarrow.parquet.write_table(pyarrow.table({"text": [None, value]}), folder / "kind.parquet")
+            with pytest.raises(ValueError, match=f'kind.parquet cannot .*column "text" holds {kind}, not str.*: mend'):
+                list(tokens.documents(folder / "kind.parquet"))
         for path, says in (folder / "body.parquet", 'no column "text"'), (write(folder / "a.parquet", b"PAR1"), "read"):
             with pytest.raises(ValueError, match=says):
                 list(tokens.documents(path))
@@ -112,7 +116,7 @@ def test_every_readable_file_of_a_folder_becomes_documents(tmp_path):
     with pytest.raises(SystemExit):
         script("text", *flags, tmp_path / "missing")
     assert meta(out) == first                   # a failed command changes nothing
-    (out / ".train.bin.123.tmp").write_bytes(b"left by a killed run")
+    (out / f".train.bin.{1 << 22}.tmp").write_bytes(b"left by a killed run")        # no process has this id
     said = script("text", *flags, folder, "--val", "a", "sub/b.md")
     assert "5 documents in 4 files" in said and "3 files without text" in said
     assert documents(out) == [["delta", "echo", "Charlie\n"], ["Alpha.\r\n", "# Bravo é\n"]]

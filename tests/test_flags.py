@@ -1,11 +1,15 @@
 """Flags: which value wins, and that a real process prints readable text."""
 import shutil
 
+import pytest
 from conftest import meta, run
+from hypothesis import given
+from hypothesis import strategies as st
 
 import attention
 import mixers
 import train as train_script
+from axes.options import constants
 from common import files
 from common.flags import Parser, add_flags
 from evals.instrument import model_config
@@ -55,6 +59,46 @@ def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
             found = vars(model_config(alone[before], {"attn": after}))
             assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (before, after)
     assert model_config(vars(GPTConfig(gate="head")), {"attn": "elastic"}).gate == "head"       # a flag's value is kept
+
+
+AXES = st.fixed_dictionaries({}, optional={
+    "pos": st.sampled_from(["rope", "none", "alibi", "rope+bias"]), "window": st.sampled_from([0, 5]),
+    "gate": st.sampled_from(["none", "head"])})
+CONSTANTS = st.fixed_dictionaries({}, optional={"tau_init": st.sampled_from([0.25, 0.5])})
+PARTS = st.lists(st.tuples(st.sampled_from(["elastic", "lazy"]), st.integers(1, 3), AXES, CONSTANTS)
+                 | st.tuples(st.sampled_from(["softmax", "gated", "window"]), st.integers(1, 3), AXES, st.just({})),
+                 min_size=1, max_size=4)
+
+
+@given(PARTS, AXES, CONSTANTS, st.booleans())
+def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_flag_changes_all(
+        parts, flags, constant, afterwards):
+    """afterwards: the flags change a stored run."""
+    first, layers, texts = parts[0][0], [], []
+    for attn, count, axes, own in parts:
+        pairs = [f"{name}={value}" for name, value in (axes | own).items()]
+        texts.append(",".join([f"{attn}*{count}", *pairs]))
+        shared = constant if attn == first else {}
+        layers += [(attn, mixers.DEFAULTS | attention.ATTENTIONS[attn] | axes | flags, shared | own)] * count
+    given = {"attn": first, "layers": "+".join(texts)}
+    if "tau_init" in constant and first in ("elastic", "lazy"):
+        given["attn_args"] = f"tau_init={constant['tau_init']}"
+    config = model_config({"n_layer": len(layers)}, given if afterwards else given | flags)
+    config = model_config(vars(config), flags if afterwards else {})
+    for kind, (attn, axes, own) in zip(config.kinds, layers, strict=True):
+        assert kind.attn == attn and all(getattr(kind, axis) == axes[axis] for axis in mixers.DEFAULTS)
+        assert constants(kind, attention.AXES).get("tau_init") == (
+            own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None)
+
+
+@given(st.integers(0, 999))
+def test_a_pattern_repeats_a_recipe_at_most_99_times(count):
+    text = f"softmax+elastic*{count},pos=none"
+    if 1 <= count <= 99:
+        assert attention.pattern(text) == [("softmax", {})] + [("elastic", {"pos": "none"})] * count
+    else:
+        with pytest.raises(ValueError, match="must be RECIPE"):
+            attention.pattern(text)
 
 
 def test_a_real_process_prints_readable_text(elastic_run):

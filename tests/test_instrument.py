@@ -8,11 +8,15 @@ import pytest
 import torch
 from bounds import close, same
 from conftest import meta, tiny_config, train_here
+from hypothesis import given
+from hypothesis import strategies as st
 from layers import token_ids
 
 import eval as eval_script
+import mixers
+from attention import ATTENTIONS
 from common import files
-from evals.instrument import each_done, instead, load_run, runs_named, train_if_missing
+from evals.instrument import each_done, instead, load_run, overrides_of, runs_named, train_if_missing
 from model import GPT
 
 
@@ -26,6 +30,9 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
     for flags in (["--pos=none"], ["--window=3"], ["--attn=elastic"], ["--attn=streaming", "--window=4", "--first=1"]):
         assert loss(*flags, out_dir=base) != as_it_is
+    both = evaluate("loss", f"--out_dir={base}", "--windows=4", "--attn=softmax,window", "--window=3")
+    assert {name: numbers["loss"] for name, numbers in both.items()} == {
+        f"{base} --attn=softmax": as_it_is, f"{base} --attn=window --window=3": loss("--window=3", out_dir=base)}
     for flags in (["--kernel=torch"], ["--attn=elastic", "--attn_args=tau_init=0"], ["--attn=window", "--window=16"]):
         close(loss(*flags, out_dir=base), as_it_is, terms=4, dtype=torch.float32)
     eval_script.main(["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"])
@@ -34,6 +41,16 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
     train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
     assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
     assert meta(tuned)["ends"] == [7]
+
+
+@given(st.lists(st.sampled_from([*ATTENTIONS]), min_size=1, max_size=4, unique=True),
+       st.sampled_from([*mixers.DEFAULTS, "rope_base"]))
+def test_an_override_reaches_the_recipes_that_have_its_axis_or_constant_or_else_all(recipes, name):
+    found = overrides_of(recipes, {"attn": ",".join(recipes), name: 3, "attn_args": "tau_init=0"})
+    with_axis = [attn for attn in recipes if name in ATTENTIONS[attn]] or recipes
+    with_constant = [attn for attn in recipes if ATTENTIONS[attn]["rule"] == "elastic"] or recipes
+    assert found == {attn: {"attn": attn} | ({name: 3} if attn in with_axis else {})
+                     | ({"attn_args": "tau_init=0"} if attn in with_constant else {}) for attn in recipes}
 
 
 def test_every_layer_is_watched_in_its_order_and_can_be_changed():

@@ -1,8 +1,12 @@
 """pretrained/interface.py: our recipes under models of transformers that are not converted."""
 import pytest
+import reference
 import torch
-from bounds import close
-from conftest import RECIPES
+from bounds import close, same
+from conftest import RECIPES, examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import normal
 
 from attention import ATTENTIONS, Attention
 
@@ -15,13 +19,18 @@ pytestmark = pytest.mark.xdist_group("transformers")
 KINDS = {"granite": {"attention_multiplier": 0.3}, "starcoder2": {"sliding_window": 7}}
 
 
+def small(kind, attn, **choices):
+    config = transformers.AutoConfig.for_model(kind, **{
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 50, "eos_token_id": 0, "bos_token_id": 0,
+        "pad_token_id": 0} | choices)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
+
+
 @pytest.fixture(params=KINDS)
 def model(request):
-    config = transformers.AutoConfig.for_model(
-        request.param, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=50, eos_token_id=0, bos_token_id=0, pad_token_id=0, **KINDS[request.param])
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    return small(request.param, "sdpa", **KINDS[request.param]).double()
 
 
 def token_ids(rows=2, tokens=20):
@@ -50,9 +59,9 @@ def test_the_output_is_weights_of_times_values_also_with_their_cache_and_the_pro
     w = layer.weights_of(q, k, x, table)[..., layer.has_extra_key:]
     if layer.has_weights and attn != "kv_bias":                        # its extra key has a value as well
         close(found, layer.finished(w @ v.repeat_interleave(2, 1), x, v), terms=64)
-    steps = model(ids[:, :13], use_cache=True)
-    rest = model(ids[:, 13:], past_key_values=steps.past_key_values).logits
-    close(rest, logits[:, 13:], terms=64)
+    for cache in transformers.DynamicCache(), transformers.StaticCache(config=model.config, max_cache_len=30):
+        steps = [model(part, past_key_values=cache).logits for part in ids.split([12, 1, 7], 1)]
+        close(torch.cat(steps, 1), logits, terms=64)
     sink = measures(model, ids)["model.layers.0.self_attn"]["sink"]
     close(sink, w[..., 0].mean((0, 2)), terms=64)
 
@@ -61,3 +70,80 @@ def test_all_recipes_of_plain_queries_keys_and_values_are_offered():
     assert {"softmax", "softmax1", "elastic", "lazy", "softpick", "sigmoid", "tra", "entmax"} <= set(recipes())
     assert not {"tda", "gated", "focus", "gated_deltanet", "sink_token", "topk", "window"} & set(recipes())
     assert set(recipes()) < ATTENTIONS.keys()
+
+
+@settings(max_examples=examples(20))
+@given(names=st.lists(st.sampled_from(recipes()), min_size=2, max_size=4))
+def test_each_name_computes_its_own_recipe_with_its_own_parameters(names):
+    functions, layers = transformers.AttentionInterface(), [torch.nn.Module() for _ in names]
+    q, k, v = normal(2, 4, 9, 8), normal(2, 2, 9, 8, stream=1), normal(2, 2, 9, 8, stream=2)
+    for layer in layers:
+        layer.config = None
+    # again after all others, and then another recipe in each layer
+    for name, layer in zip(3 * names, 2 * layers + layers[1:] + layers[:1], strict=True):
+        found = functions[f"nano_{name}"](layer, q, k, v, None)[0].transpose(1, 2)
+        assert layer.nano.layer.config.attn == name
+        close(found, reference.attend(layer.nano.layer, q, k, v, q.new_empty(2, 9, 0)), terms=64)
+    learned = [p for layer in layers for p in layer.nano.parameters()]
+    assert len(set(learned)) == len(learned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attn", ["elastic", "kv_bias", "mlp", "tra"])
+def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(attn, dtype, tmp_path):
+    def load(folder):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=f"nano_{attn}", dtype=dtype)
+
+    small("granite", "sdpa").save_pretrained(tmp_path / "base")
+    model, start = load(tmp_path / "base"), small("granite", f"nano_{attn}").state_dict()
+    learned = {name: p.data for name, p in model.named_parameters() if ".nano." in name}
+    assert learned and all(p.dtype == torch.float32 for p in learned.values())
+    if attn in ("elastic", "tra"):              # the others start at random values
+        same(learned, {name: start[name] for name in learned})
+    for p in learned.values():
+        p.add_(0.1 * torch.randn_like(p))
+    model.save_pretrained(tmp_path / "trained")
+    again, ids = load(tmp_path / "trained"), token_ids()
+    same(again.state_dict(), model.state_dict())
+    same(again(ids).logits, model(ids).logits)
+
+
+def test_learned_scalars_of_a_model_in_16_bits_are_in_float32():
+    model = small("gpt2", "sdpa").bfloat16()
+    model.set_attn_implementation("nano_elastic")
+    for _ in range(2):                          # made by the first call, then cast by the user
+        model(token_ids())
+        learned = [p for name, p in model.named_parameters() if ".nano." in name]
+        assert {p.dtype for p in learned} == {torch.float32}
+        model.bfloat16()
+
+
+REFUSED = {"bloom": "BloomModel", "falcon": "FalconModel", "mpt": "MptModel", "mamba": "MambaModel"}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_ignores_a_recipe_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=f"{REFUSED[kind]} ignores nano_elastic"):
+        small(kind, "nano_elastic")(token_ids())
+    model = small("gpt2", "nano_elastic")
+    model.set_attn_implementation("sdpa")
+    model(token_ids())                          # no longer asks for the recipe
+
+
+@pytest.mark.parametrize("attn", ["softmax", "sink"])
+def test_gpt_oss_keeps_its_sinks_and_the_probe_reads_them(attn):
+    model, ids = small("gpt_oss", "eager", head_dim=8, num_local_experts=4, num_experts_per_tok=2,
+                       sliding_window=7, experts_implementation="eager").double(), token_ids()
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.normal_()
+        layer.self_attn.q_proj.weight.data.mul_(30)
+    expected = model(ids, output_attentions=True)
+    model.set_attn_implementation(f"nano_{attn}")
+    close(model(ids).logits, expected.logits, terms=64, dtype=torch.float32)        # its norms are in float32
+    for found, w in zip(measures(model, ids).values(), expected.attentions, strict=True):
+        close(found["sink"], w[..., 0].mean((0, 2)), terms=64, dtype=torch.float32)
+        close(found["extra"], 1 - w.sum(-1).mean((0, 2)), terms=64, dtype=torch.float32)
+    with pytest.raises(ValueError, match="GptOssAttention needs s_aux"):
+        model.set_attn_implementation("nano_elastic")
+        model(ids)

@@ -94,8 +94,9 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
         step = read_checkpoint(out / "ckpt.pt")["step"]
         assert code == 130 and f"saved at step {step}; go on with: python train.py --out_dir={out} --init_from" in said
     for _ in range(2):
-        finish(train(out))
+        finish(train(out))                      # takes over the lock of a killed process
         assert_same_run(out, whole)
+        assert not (out / "lock").exists()
         assert meta(out)["losses"] == meta(whole)["losses"]
 
 

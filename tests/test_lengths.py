@@ -35,8 +35,6 @@ def test_losses_perplexities_and_errors_equal_those_by_hand(look, elastic_run, d
                 logs = gpt(ids[None, :-1])[0][0].log_softmax(-1)
                 losses[i, at:at + length] = -logs.gather(1, ids[1:, None])[:, 0].numpy()
     found = look("--batch_size=3")
-    scaled = look("--rope_scaling=linear:4")
-    assert scaled["rope_scaling"] == "linear:4" and scaled["lengths"][0]["loss"] != found["lengths"][0]["loss"]
     assert found["spans"] == 5 and found["base"] == found["training_length"] == 16
     for row, (length, expected) in zip(found["lengths"], by_hand.items(), strict=True):
         assert row["length"] == length
@@ -47,6 +45,18 @@ def test_losses_perplexities_and_errors_equal_those_by_hand(look, elastic_run, d
         bins, places = row["by_position"], expected.reshape(5, -1, length).mean((0, 1))
         assert [b["first"] for b in bins] == [1, *(b["last"] + 1 for b in bins[:-1])] and bins[-1]["last"] == length
         close_losses([b["loss"] for b in bins], [places[b["first"] - 1:b["last"]].mean() for b in bins])
+
+
+@pytest.mark.parametrize("lengths, plain_rows", [("8,16,32,64", 2), ("16,64", 1), ("32,64", 1)])
+@pytest.mark.parametrize("stretch", ["--rope_scaling=linear:4", "--rope_base=90"])
+def test_rope_is_stretched_beyond_the_base_row_only(look, evaluate, elastic_run, lengths, plain_rows, stretch):
+    plain, found = (look(f"--lengths={lengths}", *flags) for flags in ([], [stretch]))
+    base, = (row["loss"] for row in plain["lengths"] if row["length"] == plain["base"])
+    assert found["lengths"][:plain_rows] == plain["lengths"][:plain_rows]
+    longest = evaluate("loss", f"--out_dir={elastic_run}", "--length=64", "--windows=5", stretch)["loss"]
+    last = found["lengths"][-1]
+    assert last["loss"] != plain["lengths"][-1]["loss"]
+    close_losses([last["loss"], last["more"]], [longest, longest - base])
 
 
 @given(st.integers(1, 9), st.integers(1, 99))

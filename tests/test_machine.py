@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from common.machine import LiveMemory, Machine, pick_dtype
 
@@ -45,3 +47,16 @@ def test_live_memory_counts_a_storage_once_and_drops_freed_ones():
         assert kept.view(10, 100).t().shape == (100, 10) and memory.now == 4000
         kept + 1                                # freed at once
     assert (memory.now, memory.peak) == (4000, 8000)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE"), st.integers(-2, 3).map(str) | st.sampled_from(["", "x", "0.5"]))))
+def test_variables_that_name_no_rank_are_refused(given):
+    whole = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | given
+    numbers = all(text.lstrip("-").isdecimal() for text in whole.values())
+    assume(not (numbers and 0 <= int(whole["RANK"]) < int(whole["WORLD_SIZE"]) and int(whole["LOCAL_RANK"]) >= 0))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in given.items():
+            patch.setenv(name, text)
+        with pytest.raises(ValueError, match=f"WORLD_SIZE={whole['WORLD_SIZE']} name no rank.*unset them"):
+            Machine("cpu")

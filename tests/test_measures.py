@@ -35,7 +35,8 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
         "sink": mean(w[..., 0]), "share": mean(share[..., 0]), "row_mass": mean(w.sum(-1)), "extra": mean(outside),
         "uniform": mean(seen[:, 0] / n), "density": mean(w[..., 1:].sum(-1)), "entropy": mean(entropy),
         "sparsity": mean(((w == 0) & seen).sum(-1)) / mean(n), "negative": mean((w < 0).sum(-1)) / mean(n),
-        "empty_rows": mean((w == 0).all(-1)), "dead_heads": float((w[c > 0] == 0).all()),
+        "empty_rows": mean((w == 0).all(-1)),
+        "dead_heads": float((c * several).any() and (w[c * several > 0] == 0).all()),
         "dispersion": mean(entropy / n.log().clamp(min=0.1), c * several) if (c * several).any() else math.nan,
         "peak": (a * (c * several)[..., None]).max()}
     found["times_uniform"] = found["share"] / found["uniform"] if found["uniform"] else 0.0

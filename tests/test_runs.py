@@ -1,12 +1,114 @@
-"""common/runs.py: earlier runs are kept, the newest checkpoint counts, a full disk loses nothing."""
+"""common/runs.py: earlier runs are kept, the newest checkpoint counts, a full disk loses nothing, one run a folder."""
+import multiprocessing
+import os
 import resource
 import shutil
+import socket
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from conftest import FILES, ROOT, assert_says, log_rows, run, train_here
+from conftest import FILES, ROOT, assert_says, by_default, complain, contents, log_rows, run, train, train_here
+from hypothesis import given
+from hypothesis import strategies as st
 
-from common.runs import last_checkpoint, output_of
+import train as train_script
+from common.runs import Run, last_checkpoint, output_of
+
+MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
+GONE, HERE = 1 << 22, socket.gethostname()      # no process has this id
+
+
+@given(st.dictionaries(st.tuples(st.sampled_from([*FILES, "tokenizer.json", "lock", "bashrc", "old.ckpt.pt"]),
+                                 st.sampled_from([GONE, os.getppid(), 1 << 70, "x"])),
+                       st.sampled_from(["file", "folder", "link"]), max_size=9))
+def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(tmp_path_factory, left):
+    folder, kept = tmp_path_factory.mktemp("run"), {"log.csv", "meta.json", "target"}
+    (folder / "target").touch()
+    for (name, process), kind in left.items():
+        path = folder / f".{name}.{process}.tmp"
+        {"file": path.touch, "folder": path.mkdir, "link": partial(path.symlink_to, "target")}[kind]()
+        own = name in (*FILES, "tokenizer.json") and process in (GONE, 1 << 70)
+        kept |= set() if own and kind == "file" else {path.name}
+    Run(folder, MACHINE).begin({})
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+@pytest.mark.parametrize("name", ["lock", "old", "sharded_ckpt"])
+def test_a_run_follows_no_link_out_of_its_folder(name, copy, tmp_path, elastic_run, capsys):
+    (tmp_path / "target/mine").mkdir(parents=True)
+    (copy / name).symlink_to(tmp_path / "target")
+    _, err = complain(train_script.main, capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9")
+    assert_says(f"copy/{name} is a symbolic link, .*: remove the link, or name another", err)
+    assert [*(tmp_path / "target").iterdir()] == [tmp_path / "target/mine"]
+    assert all((copy / file).read_bytes() == (elastic_run / file).read_bytes() for file in FILES)
+
+
+@given(st.sampled_from([GONE, 1 << 70, os.getpid(), os.getppid(), 1]), st.sampled_from([HERE, "elsewhere"]),
+       st.sampled_from(["process {} on {}", "process {}", ""]))
+def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(tmp_path_factory, process, host, form):
+    run, text = Run(tmp_path_factory.mktemp("run"), MACHINE), form.format(process, host)
+    run.lock.write_text(text)
+    if not text or "on" in text and host == HERE and process not in (os.getppid(), 1):
+        with run.locked(MACHINE):
+            assert run.lock.read_text() == f"process {os.getpid()} on {HERE}"
+        assert not [*run.folder.iterdir()]
+    else:
+        says = f"{text} trains in {run.folder}: .*, delete {run.lock}"
+        with pytest.raises(ValueError, match=says), run.locked(MACHINE):
+            pass
+        assert [path.read_text() for path in run.folder.iterdir()] == [text]
+
+
+def take(folder, together, taken):
+    """One of several processes that begin a run together, and live until all have tried."""
+    run = Run(folder, MACHINE)
+    together.wait(60)
+    try:
+        run.take_lock()
+        taken.put(run.process)
+    except ValueError:
+        taken.put("")
+    together.wait(60)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_of_runs_that_begin_together_one_has_the_lock(stale, tmp_path):
+    new, lock = multiprocessing.get_context("fork"), tmp_path / "lock"
+    for _ in range(10):
+        lock.unlink(missing_ok=True)
+        if stale:
+            lock.write_text(f"process {GONE} on {HERE}")
+        taken, together = new.Queue(), new.Barrier(3)
+        runs = [new.Process(target=take, args=(tmp_path, together, taken)) for _ in range(3)]
+        for process in runs:
+            process.start()
+        found = [taken.get(timeout=60) for _ in runs]
+        for process in runs:
+            process.join(60)
+        assert sorted(found)[:2] == ["", ""] and max(found) == lock.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, by_default(False, 2)])
+def test_a_second_training_in_a_folder_names_the_first_one_and_changes_nothing(ranks, copy, data):
+    (copy / "lock").write_text(f"process {os.getppid()} on {HERE}")
+    before = contents(copy)
+    done = train(copy, data, ranks=ranks, ok=False)
+    said = [line for line in done.stderr.splitlines() if line.startswith("train.py")]
+    assert done.returncode == 1 and len(said) == ranks and contents(copy) == before, done.stderr
+    for line in said:
+        assert_says(f"error: process {os.getppid()} on {HERE} trains in .*, delete .*lock", line)
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 12), st.integers(0, 300))
+def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped(tmp_path_factory, columns, last, cut):
+    """Row n has its own number of columns: 7 is right."""
+    run = Run(tmp_path_factory.mktemp("run"), MACHINE)
+    rows = [[str(n), *["12.5"] * (count - 1)] for n, count in enumerate(columns, 9)]
+    text = "".join(",".join(row) + "\n" for row in [run.columns, *rows])
+    run.log_csv.write_text(text := text[:len(text) - cut])
+    whole = rows[:max(0, text.count("\n") - 1)]
+    assert run.rows_until(9 + last) == [row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last]
 
 
 def test_the_newest_complete_checkpoint_counts(copy):

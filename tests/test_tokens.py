@@ -109,6 +109,23 @@ def test_ids_are_those_of_the_package_tokenizers_and_become_the_same_text(pairs,
         assert ours.lengths[ids].sum() == len(text.encode()) and ours.lengths.shape == (ours.vocab_size,)
 
 
+@given(st.lists(PIECES.filter(lambda text: text.lstrip(" ") == text != ""), max_size=5), st.integers(0, 2))
+def test_a_space_that_a_tokenizer_adds_before_a_text_is_no_byte_of_it(pairs, tmp_path_factory, texts, way):
+    """GPT-2's way to add it, that of older tokenizers of SentencePiece, and that of newer ones."""
+    path, plain = tmp_path_factory.mktemp("data") / "train.bin", pairs[1 if way == 0 else 2][0]
+    described, low_line = json.loads(plain.exported), "\u2581"
+    described |= [
+        {"pre_tokenizer": coders.BYTE_LEVEL | {"add_prefix_space": True}},
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": low_line},
+                                                            described["normalizer"]]}},
+        {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": low_line, "split": False,
+                                               "prepend_scheme": "first"}}][way]
+    adding = coders.Tokenizer(json.dumps(described).encode(), "toy", "toy", separator=0)
+    for coder, prefix in (plain, 0), (adding, 1):
+        row = tokens.write_shard(path, tokens.encode_all(coder, texts), coder)
+        assert coder.prefix == prefix and row["bytes"] == sum(len(text.encode()) for text in texts)
+
+
 def test_a_long_text_is_cut_where_no_pair_of_tokens_is_merged(pairs):
     _, (ours, theirs), _ = pairs
     long = "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310

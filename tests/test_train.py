@@ -7,19 +7,21 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import bounds
 import numpy as np
 import pytest
 import torch
 from bounds import below, close, dice, same
-from conftest import (RECIPES, ROOT, TINY, assert_close_runs, assert_same_run, assert_says, by_default, command,
+from conftest import (RECIPES, ROOT, TEXT, TINY, assert_close_runs, assert_same_run, assert_says, by_default, command,
                       complain, contents, log_rows, losses, meta, tiny_config, train, train_here, weights)
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kernels
 import train as train_script
 from common import files
 from common.flags import fields_of
-from data import tokens
+from data import coders, tokens
 from evals import show
 from model import GPT, GPTConfig
 from training import balance
@@ -202,7 +204,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(interval,
 def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     machine = SimpleNamespace(world=world, rank=rank, device=torch.device("cpu"))
     knobs = train_script.Train(batch_size=batch_size, gradient_accumulation_steps=steps, **knobs)
-    return train_script.Batches(tokens.Tokens(data, "train"), tiny_config(vocab_size=257), knobs, machine)
+    return train_script.Batches(tokens.Tokens(data, "train", knobs.docs), tiny_config(vocab_size=257), knobs, machine)
 
 
 @given(world=st.integers(1, 6), batch_size=st.integers(1, 12), steps=st.integers(1, 6), step=st.integers(1, 99),
@@ -221,6 +223,52 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(data, world, 
         assert all(len(part) <= batch_size for rank in ranks for part, _ in rank.read(now))
     if total > 3:                               # fewer may be equal by chance: the text repeats
         assert not any(torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step)))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A data set of bytes: documents of 2 to 40 tokens, of which 256 is the first."""
+    out, coder, rng = tmp_path_factory.mktemp("data") / "packed", coders.Bytes(), np.random.default_rng(bounds.SEED)
+    ids = {}
+    for split, count in ("train", 400), ("val", 60):
+        ids[split] = tokens.encode_all(coder, [TEXT[n:2 * n] for n in rng.integers(1, 40, count)])
+    tokens.write_data_set(out, coder, ids, dataset="packed")
+    return out
+
+
+@given(batch_size=st.integers(1, 6), steps=st.integers(1, 4), step=st.integers(1, 99))
+def test_a_batch_tells_where_the_documents_of_its_own_tokens_begin(packed, batch_size, steps, step):
+    ahead = batches(packed, 1, 0, batch_size, steps, docs=True)
+    for now in (step, step + 1, step):
+        for x, _, starts in ahead(now):
+            same(starts, torch.where(x == 256, torch.arange(x.shape[1]), 0).cummax(1).values)
+
+
+def test_the_validation_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path):
+    train_here(f"--dataset={packed}", f"--out_dir={tmp_path}", "--docs=1", "--max_iters=4", "--learning_rate=0.1",
+               "--eval_iters=20")
+    gpt = GPT(GPTConfig(**fields_of(GPTConfig, meta(tmp_path)["knobs"])))
+    gpt.load_state_dict(weights(tmp_path))
+    split, losses = tokens.Tokens(packed, "val"), []
+    for row in split.windows(tokens.fixed_windows(split, 16, 80), 17, 257):
+        ends = [*np.flatnonzero(row[1:16] == 256) + 1, 16]
+        for start, end in zip([0, *ends], ends, strict=False):          # its last target begins the next document
+            part = torch.from_numpy(row[None, start:end + 1])
+            losses += [gpt(part[:, :-1], part[:, 1:])[1].item()] * int(end - start)
+    close(meta(tmp_path)["losses"]["val"], np.mean(losses), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("flags, runs", [((), "sdpa"), (("--head_balance=0.5",), "torch"),
+                                         (("--head_balance=0.5", "--gate=head"), "sdpa")])
+def test_the_kernel_that_a_run_names_is_the_one_that_trains(flags, runs, data, tmp_path, monkeypatch, capsys):
+    """Evaluating measures no head's importance, so it may run another one."""
+    ran = set()
+    for name, function in ("sdpa", "plain_softmax"), ("torch", "block_loop"):
+        compute = getattr(kernels, function)
+        monkeypatch.setattr(kernels, function, lambda *given, name=name, compute=compute: (
+            ran.update([name] * torch.is_grad_enabled()), compute(*given))[1])
+    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--attn=softmax", "--n_head=4", *flags)
+    assert ran == {runs} and f"computed by {runs}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [

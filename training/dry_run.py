@@ -48,7 +48,7 @@ def dry_run(knobs, config, plan):
         f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
         f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {tokens:,} in all",
         f"memory of one process, {knobs.batch_size} sequences at a time in {machine.dtype}, attention computed by "
-        f"{mixers.choose_kernel(config, 'cpu')}:",
+        f"{mixers.choose_kernel(config, 'cpu', importance=knobs.head_balance > 0)}:",
         *(f"  {name:11} {in_units(size):>10}" for name, size in memory.items()),
         f"  with --shard=1 the first three take {in_units(split)} on each of 8 GPUs, besides a block or two",
         f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import attention
 import mixers
-from common.flags import fields_of, given_flags, with_recipe
+from common.flags import fields_of, given_flags, in_all_layers, with_recipe
 from common.runs import read_run
 from model import GPTConfig
 
@@ -83,6 +83,7 @@ def settle_knobs(args, Train):
     if layers := given.get("layers"):
         if given.setdefault("attn", first := attention.pattern(layers)[0][0]) != first:
             raise ValueError(f"--layers={layers} begins with {first}: leave out --attn={given['attn']}")
+        given["layers"] = in_all_layers(layers, {name: given[name] for name in mixers.DEFAULTS if name in given})
     base = dict(PRESETS[given.get("preset", Train.preset)])
     if given.get("init_from") == "resume":
         knobs = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
