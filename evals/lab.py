@@ -152,10 +152,10 @@ def command(args, run):
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)
-    draw_recipes(f"{place}.png", runs, PANELS)
     rows, header = rows_of(runs, args.sweep)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
+    draw_recipes(f"{place}.png", runs, PANELS)
     saved = f"means over seeds {args.seeds}; saved as {place}.md, .json and .png"
     return numbers, f"{table(rows, header)}\n\n{saved}"
 
