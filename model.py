@@ -388,13 +388,14 @@ class GPT(nn.Module):
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
 
-    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False, starts=None):
+    def forward(self, idx, targets=None, cache=None, importance=False, last=0, starts=None):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. last_only: only the logits
-        of the last position, (B, 1, V). starts (B, T): idx holds packed documents, and each token's own begins at this
-        position; None: it holds one. Raises ValueError on too many tokens for --pos, or a cache of another model."""
+        importance: return the importance of every head, (layers, heads), as a third value. last: only the logits of
+        this many last positions; 0: of all. starts (B, T): idx holds packed documents, and each token's own begins at
+        this position; None: it holds one. Raises ValueError on too many tokens for --pos, or on a cache of another
+        model."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -432,7 +433,7 @@ class GPT(nn.Module):
             block.attn.importance = None        # free its graph: a model that holds one cannot be copied
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        x = x[:, -1:] if last_only else x[:, ahead:]
+        x = x[:, ahead:][:, -last:]
         logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         if targets is None:
             return logits, None, *more
@@ -549,7 +550,7 @@ class GPT(nn.Module):
                 context, cache = idx[:, -limit:], None
             else:                               # the whole prompt, or the newest token, which the cache lacks
                 context = idx[:, -1:] if cache and cache[0] else idx
-            logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
+            logits = self(context, cache=cache, last=1)[0][:, 0].float()     # (B, V)
             new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
             if len(stop):                       # only then, because all() waits for the GPU

@@ -9,14 +9,6 @@ from common import files
 TIMEOUT = 20                                    # seconds that a server may be silent
 
 
-def size_of(url):
-    """Size in bytes of the file at a URL, as its server states it."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
-        if "Content-Length" not in answer.headers:
-            raise OSError("the server does not state the file's size")
-        return int(answer.headers["Content-Length"])
-
-
 def download(url, path, size, digest, what, otherwise):
     """Fetch a file. An earlier attempt is resumed, and the file gets its name once it is complete.
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
-from evals.likelihood import Request, generated, listen, text_tokenizer
+from evals.likelihood import answers, generated, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
@@ -120,13 +120,13 @@ def prompt_text(key, characters, depth):
 
 def scores_of(model, machine, coder, trials, batch_size):
     """A dict of SCORES for each of these trials, which have about equally many tokens."""
-    groups = [[Request([*trial.prompt, *ids], len(ids)) for ids in (trial.right, trial.wrong)] for trial in trials]
-    size = max(len(trial.prompt) + 2 * len(trial.right) for trial in trials)    # a prompt is read once for both keys
-    heard = listen(model, groups, machine, batch_size * size, "passkey")
-    said = generated(model, machine, [trial.prompt for trial in trials], ANSWER, batch_size=batch_size)
+    requests = [([*trial.prompt, *ids], len(ids)) for trial in trials for ids in (trial.right, trial.wrong)]
+    tokens = batch_size * max(len(ids) for ids, _ in requests)
+    heard = iter(answers(model, machine, requests, tokens))
+    said = generated(model, machine, [trial.prompt for trial in trials], tokens, ANSWER, temperature=0)
     return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": right.loglik,
              "gain": right.loglik - wrong.loglik, "rank": right.rank, "likeliest": float(right.rank == 1)}
-            for trial, ids, (right, wrong) in zip(trials, said, heard, strict=True)]
+            for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True)]
 
 
 def is_correct(text, key):

@@ -238,7 +238,7 @@ def time_run(args, machine, lengths, numbers):
 
     def ours(idx, new):
         past["ours"] = model.new_cache() if new else past["ours"]
-        model(idx, cache=past["ours"], last_only=True)
+        model(idx, cache=past["ours"], last=1)
 
     def theirs(idx, new):
         known = None if new else past["theirs"]

@@ -18,7 +18,7 @@ from layers import normal
 import attention
 import mixers
 from common.flags import fields_of, given_flags, with_recipe
-from evals.lab_runs import RECIPES
+from evals.board import RECIPES
 from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def test_quoted_code_is_the_files_own(page):
 
 def with_additions(folder, *additions):
     """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
-    for path in (path for files in ("*.py", "*/*.py", "evals/*.toml") for path in ROOT.glob(files)):
+    for path in (path for files in ("*.py", "*/*.py") for path in ROOT.glob(files)):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)

@@ -427,20 +427,20 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
-    scrolls --out_dir=x => give --source; loss => which run. give --out_dir;
+    bench --out_dir=x => which tasks. give --tasks; loss => which run. give --out_dir;
     theory --seed=-1 => must be at least 0; maps --out_dir=x --text=' ' => --text is empty;
-    heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
+    heads --out_dir=x --prune=1,x => '1,x' must be whole;
+    board --train_args=--n_layer=1 => a folder of their own; board --dataset=x => a folder of their own;
+    board --rates=2e-3,x => 2e-3,x must be numbers; board --rates=nan => must be numbers above 0;
+    board --seeds=1,2 => 1 only chooses; board --attn=nothing => nothing"""),
     ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
     loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
     loss --out_dir={symbols_run} --length=65 => 64 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
     probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
-    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
     loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>; board --also=x => choose from steps, .*words;
-    board --also=words --books=no => texts, and no is none; board --train_args=--n_layer=1 => a folder of their own;
-    board --rates=1 => choose from 3e-4"""),
+    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
     ("data/text.py --tokenizer=bytes", INPUT, """--source={toy} --val tokenizer meta => holds out everything;
     --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
