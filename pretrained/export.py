@@ -34,7 +34,7 @@ def export(run, folder):
         raise ValueError(f"{folder} exists: name a new folder")
     tokenizer, separator = coders.content_of(path.parent), meta.get("separator")
     if not tokenizer:                           # bytes and GPT-2 have one, symbols have none
-        coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
+        coder = coders.tokenizer(meta.get("tokenizer") or "numbers")
         tokenizer, separator = coder.exported, coder.separator
     for key in BOS_AND_EOS:
         setattr(their_config, key, meta.get("source", {}).get(key, separator))
