@@ -16,7 +16,7 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, claims, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
+    bench, board, claims, compare, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
     routers, sample, scrolls, show, speed)
 from evals.instrument import (
     Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, recipe_names, runs_named)
@@ -52,7 +52,6 @@ OF_THEIR_OWN = {                                # eval.py opens no run for these
     "board": Command(board.Board, board.command),
     "claims": Command(claims.ClaimsFlags, claims.command, claims.draw),
     "speed": Command(speed.Speed, speed.command),
-    "compile": Command(compile.Compile, compile.command),
     "curve": Command(curve.Curve, curve.command, curve.draw, page=curve.page),
     "show": Command(show.Show, show.command),
 }

@@ -1,5 +1,4 @@
-"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's, and
-tables have the numbers of results/."""
+"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's."""
 import argparse
 import importlib.util
 import math
@@ -34,7 +33,7 @@ def script(name):
     return module
 
 
-sink, tables = map(script, ("sink", "tables"))
+sink = script("sink")
 
 
 def commands_of(page):
@@ -189,13 +188,6 @@ def test_the_picture_of_chapter_4_has_its_dots_on_the_curve(tmp_path, monkeypatc
 def test_variants_has_a_row_for_every_recipe():
     names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
     assert sorted(names) == sorted(attention.ATTENTIONS)
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_tables_have_the_numbers_of_their_results(page):
-    """If not, run python docs/tables.py."""
-    text = page.read_text(encoding="utf-8")
-    assert tables.rewritten(text) == text
 
 
 @pytest.mark.parametrize("page", PAGES)
