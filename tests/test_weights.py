@@ -316,15 +316,16 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_several_files_of_hal
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
-def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path, evaluate):
+def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path):
     """An interrupted export goes on: config.json is written last."""
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
         train_here(f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned", "--bias=1")
         convert.main(["export", str(run), str(back)])
         assert files.read_json(back / "config.json")["eos_token_id"] == end
-    flags = "--decode", f"--out_dir={run}", f"--rival={back}", "--lengths=2", "--repeats=1"
-    assert evaluate("speed", *flags)["lengths"]["2"]["token_speed"] > 0
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert theirs(torch.tensor([[1, 2]])).logits.isfinite().all()
     whole = contents(back)
     assert whole["tokenizer.json"] == coders.Bytes.exported and not (tmp_path / "back None/tokenizer.json").exists()
     assert files.read_json(back / "tokenizer.json")["added_tokens"][0].items() >= {"id": 256, "special": True}.items()
