@@ -16,7 +16,7 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, compare, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
+    bench, board, compare, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
     routers, sample, show, speed, theory)
 from evals.instrument import (
     Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, overrides_of, recipe_names, runs_named)
@@ -51,7 +51,6 @@ OF_THEIR_OWN = {                                # eval.py opens no run for these
     "board": Command(board.Board, board.command, board.draw),
     "theory": Command(theory.Theory, theory.command),
     "speed": Command(speed.Speed, speed.command),
-    "compile": Command(compile.Compile, compile.command),
     "curve": Command(curve.Curve, curve.command, curve.draw),
     "show": Command(show.Show, show.command),
 }

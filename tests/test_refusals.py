@@ -216,7 +216,7 @@ COMMANDS = {                                    # {a command: how its line begin
     "train.py": ["{new}", "--init_from=resume --out_dir={run}", "--init_from={run} --out_dir=out"],
     **{f"eval.py {name}": A_RUN if name in eval_script.OF_A_RUN else [""] for name in eval_script.COMMANDS},
     "eval.py passkey": [f"{begins} --lengths=90 --trials=1" for begins in A_RUN]}
-ONLY_FLAGS = {"train.py", "eval.py compile", "eval.py speed", "eval.py lab", "eval.py board"}     # would work too long
+ONLY_FLAGS = {"train.py", "eval.py speed", "eval.py lab", "eval.py board"}     # would work too long
 
 
 @settings(max_examples=examples(12))

@@ -264,8 +264,7 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_f
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
-def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(
-        data, backcopy, tmp_path, evaluate):
+def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path):
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
         flags = "--max_iters=1", "--pos=learned", "--bias=1"
@@ -274,8 +273,8 @@ def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(
         assert files.read_json(back / "config.json")["eos_token_id"] == end
         assert (back / "tokenizer.json").exists() == (end is not None)
     assert (back / "tokenizer.json").read_bytes() == coders.Bytes.exported
-    flags = "--decode", f"--out_dir={run}", f"--rival={back}", "--lengths=2", "--repeats=1"
-    assert evaluate("speed", *flags)["lengths"]["2"]["token_speed"] > 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(back)
+    assert theirs(torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
 def write_gguf(path, theirs, **more):
