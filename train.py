@@ -7,19 +7,22 @@
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of --init_from, preset
 (--preset), default. One exception: the preset tune beats the run of --init_from.
-A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions, hashes, losses)
-and log.csv; common/runs.py describes them, checkpoints in parts (--sharded_ckpt=1), and adapters (--train_only=PART).
+A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob, versions,
+losses) and log.csv; common/runs.py describes them, and adapters (--train_only=PART).
 -h shows the knobs that people use, and -h all shows all of them. The value in parentheses is the one without flags:
 that of the preset tiny, or else the default.
 """
-if __name__ == "__main__":                      # the imports take seconds: a SIGTERM during them must leave a message
-    from training.stopping import say_terminated
-    say_terminated()
+import os
+import signal
+import sys
 
-import contextlib
+if __name__ == "__main__" and "RANK" not in os.environ:                 # torchrun itself says why its ranks ended
+    # The imports take seconds. A SIGTERM during them, or outside the loop, ends with one line
+    said = "train.py: terminated outside the training loop: the last checkpoint, if there is one, is as it was"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(said))
+
 import dataclasses
 import math
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,24 +32,21 @@ import common  # noqa: F401                     it must come before torch
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import mixers
 from common import files
 from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob
-from common.machine import Machine, check_memory
-from common.runs import Run, as_base, last_checkpoint, made_by, read_run
-from common.shards import is_split
+from common.machine import PEAK_TFLOPS, Machine, check_memory
+from common.runs import Run, as_base, made_by, read_run
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
-from model import GPT, GPTConfig, check_size
-from training import printing
+from model import GPT, GPTConfig, check_size, hidden_width
 from training.balance import check_balance, expert_loss, losses
-from training.dry_run import DryRun, dry_run
-from training.presets import PRESETS, default_out_dir, settle_knobs
-from training.stopping import StopSignal
+from training.presets import PRESETS, default_out_dir, presets_and_recipes, settle_knobs
 from training.weights import (
-    PROJECTIONS, WithoutMatrices, gather, is_sharded, num_trained, resume, shard, take_weights, train_only)
+    PROJECTIONS, gather, is_sharded, load_optimizer, num_trained, resume, shard, take_weights, train_only)
 
 # -------------------------------------------------------------------------------------------------------------- knobs
 
@@ -111,19 +111,30 @@ class Train(Knobs):
                       ("auto", "float32", "bfloat16", "float16"))
     compile: bool = knob(False, "torch.compile the model")
     shard: bool = knob(False, "on several ranks, split weights, gradients and optimizer state over them")
-    sharded_ckpt: bool = knob(False, "for models larger than the memory of one machine: checkpoints in parts, one or "
-                                     "more per rank, in out_dir/sharded_ckpt, which all ranks must see")
 
     def __post_init__(self):
         super().__post_init__()
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")
-        if self.optimizer == "muon" and (self.shard or self.sharded_ckpt):
-            raise ValueError("--optimizer=muon needs whole matrices: leave out --shard and --sharded_ckpt")
+        if self.optimizer == "muon" and self.shard:
+            raise ValueError("--optimizer=muon needs whole matrices: leave out --shard")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
+
+
+@dataclass
+class DryRun(Knobs):
+    """Flags of a dry run"""
+    dry_run: bool = knob(False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours")
+    gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
+    mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.mfu <= 1:
+            raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
 
 
 # ------------------------------------------------------------------------------------------------------------ batches
@@ -204,6 +215,9 @@ class Training:
 
     def __init__(self, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
+        if stored and stored.get("data_hash") != tokens.data_hash(data):
+            raise ValueError(f"the data set {knobs.dataset} has changed since {knobs.out_dir} began: "
+                             "make it as it was, or start a new run")
         self.kernel = mixers.choose_kernel(                     # raises if it is not there
             config, machine.device.type, importance=knobs.head_balance > 0)
         # the data: batches to train on, and a split to evaluate on
@@ -216,73 +230,72 @@ class Training:
             raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, and {self.val.name} "
                              f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
-        model = self.make_model()
+        # The whole model, on the CPU of each rank. Gradients and AdamW's two averages may come into the same memory
+        check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
+        self.model = model = GPT(config, knobs.seed)
+        train_only(model, knobs)
         extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses in addition to its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
-        if knobs.init_from != "scratch" and not (stored and last_checkpoint(self.run.folder)):
+        checkpoint = None                       # also of a resumed run that was killed before its first one
+        if stored and self.run.checkpoint.exists():
+            checkpoint = resume(model, self.run.checkpoint, stored)
+        elif knobs.init_from != "scratch":
             take_weights(model, knobs.init_from, self.run, machine)
+        self.meta = self.new_meta(data, stored, flags, resumed=checkpoint is not None)
+        self.running = self.distribute()
 
         # the scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.optimizer = model.configure_optimizers(
             knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr, knobs.optimizer)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
+        if checkpoint:
+            load_optimizer(self.optimizer, checkpoint["optimizer"])
+            self.scaler.load_state_dict(self.scaler.state_dict() | checkpoint["scaler"])
+            self.run.saved = checkpoint["step"]
 
-        self.meta = self.new_meta(data, stored, flags)
-        if stored:
-            resume(self.run, stored, self.meta, model, self.optimizer, self.scaler)
-
-    def new_meta(self, data, stored, flags):
+    def new_meta(self, data, stored, flags, resumed):
         """meta.json: the settings of the run, and entries from the data set and from an earlier run."""
         knobs, model, machine = self.knobs, self.model, self.machine
         meta = {"flags": flags, "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(self.config),
                 "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
-                "machine": str(machine), "world_size": machine.world, "losses": {}}
+                "machine": str(machine), "world_size": machine.world,
+                "losses": stored.get("losses", {}) if resumed else {}}
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
         for name, origin in (("tokenizer", data), ("separator", data), ("ends", earlier)):      # ends: of chat
             if name in origin:
                 meta[name] = origin[name]
         if knobs.train_only != "all":
-            resumed = stored and last_checkpoint(self.run.folder)
             meta["trained"] = num_trained(model)
             meta["base"] = stored["base"] if resumed else as_base(knobs.init_from)
         return meta
 
+    def distribute(self):
+        """Put the model on the device: a part of every weight (--shard), or all of them. Returns what
+        the loop calls: the same model, compiled and made ready for several ranks."""
+        model, machine, sharded = self.model, self.machine, self.knobs.shard and self.machine.world > 1
+        if sharded:
+            shard(model, machine)
+        model.to(machine.device)
+        # without dynamic=False, the compiler turns a rule's constants into symbols once a second model has other
+        # constants, and fails in `checkpoint`
+        running = torch.compile(model, dynamic=False) if self.knobs.compile else model
+        return DistributedDataParallel(running) if machine.world > 1 and not sharded else running
+
     def begin(self, data):
         """Print what is about to be trained, and write the run's first files."""
-        printing.introduce(self.knobs, self.model, self.machine, data, self.batches, self.kernel, self.run.saved)
+        if self.machine.main:
+            introduce(self, data)
         self.run.begin(self.meta)
         if self.machine.main:                   # the run keeps its tokenizer, so eval.py can read and write text
             tokens.keep_tokenizer(self.run.folder, tokens.content_of(self.folder))
         self.machine.wait()                     # until the main rank has written
-
-    def make_model(self):
-        """A model with fresh weights on the device. All of them are trained, or a part. Each rank holds a part of every
-        weight (--shard), or all of them. The loop calls `running`: the same model, compiled and made ready for several
-        ranks."""
-        knobs, config, machine = self.knobs, self.config, self.machine
-        split = knobs.shard and machine.world > 1
-        if not split:                           # on a CPU, gradients and AdamW's two averages are in the same memory
-            check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
-        with WithoutMatrices() if split else contextlib.nullcontext():
-            self.model = model = GPT(config, knobs.seed)
-        train_only(model, knobs)
-        if split:
-            shard(model, machine, knobs.seed)
-        model.to(machine.device)
-        # without dynamic=False, the compiler turns a rule's constants into symbols once a second model has other
-        # constants, and fails in `checkpoint`
-        self.running = torch.compile(model, dynamic=False) if knobs.compile else model
-        if machine.world > 1 and not split:
-            self.running = DistributedDataParallel(self.running)
-        return model
 
     def train(self):
         """Train to the last step. Returns the step at which a signal stopped it, or None."""
         knobs, machine, batches, model, running = self.knobs, self.machine, self.batches, self.model, self.running
         optimizer, scaler = self.optimizer, self.scaler
         first = self.run.saved or 0             # steps that an earlier part of this run has done
-        unseen, stop = [], False                # steps whose numbers the device may not have computed yet
-        with StopSignal() as signals, printing.Progress(knobs, model, machine, batches.total, first) as progress:
+        with StopSignal() as signals, Progress(knobs, model, machine, batches.total, first) as progress:
             for step in range(first + 1, knobs.max_iters + 1):
                 lr = learning_rate(step, knobs)
                 for group in optimizer.param_groups:
@@ -310,34 +323,31 @@ class Training:
                 # the step and lowers its scale
                 scaler.unscale_(optimizer)      # the norm is that of the unscaled gradient
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), knobs.grad_clip or math.inf)
-                norm = norm.full_tensor() if is_split(norm) else norm
                 scaler.step(optimizer)
                 scaler.update()
                 model.finish_step(machine)      # for layers that count tokens
                 optimizer.zero_grad(set_to_none=True)                   # frees memory for the next forward pass
                 progress.update()
 
-                # All ranks share these sums, so they stop after the same step. They are looked at one step later, or
-                # before a row of the log: so a GPU need not wait for Python, and nothing is saved of a diverged run
-                unseen.append((step, machine.sums(torch.stack([*sums, norm, norm.new_full((), bool(signals.asked))]))))
+                # Only rows of the log read numbers from the device, so that a GPU need not wait for Python in other
+                # steps. All ranks share them, and the wish to stop, so they stop after the same step
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
-                log = evaluate or step % knobs.log_interval == 0
-                while len(unseen) > (0 if log or stop else 1):
-                    seen, numbers = unseen.pop(0)
-                    train_loss, balance, norm, stop = (total / machine.world for total in numbers())
+                if evaluate or step % knobs.log_interval == 0:
+                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm     # with --shard
+                    numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
+                    train_loss, balance, norm, stop = (total / machine.world for total in numbers)
                     if not (math.isfinite(train_loss) and (math.isfinite(norm) or scaler.is_enabled())):
-                        raise self.run.diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {seen}")
-                if log or stop:
+                        raise self.run.diverged(f"the loss is {train_loss} and the gradient norm {norm} at step {step}")
                     row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm, "balance": balance}
                     row |= progress.speed(step)
                     progress.show(row)
-                    self.evaluate_and_save(row, evaluate, log, stop)
+                    self.evaluate_and_save(row, evaluate, stop)
                     progress.measure_from(step)                         # without the time of the evaluation
-                if stop:
-                    return step if step < knobs.max_iters else None
+                    if stop:
+                        return step if step < knobs.max_iters else None
 
-    def evaluate_and_save(self, row, evaluate, log, stop):
-        """Evaluate on the same windows as always, then write a row of the log and a checkpoint, if they are due. The
+    def evaluate_and_save(self, row, evaluate, stop):
+        """Evaluate on the same windows as always, if that is due, then write a row of the log and a checkpoint. The
         row comes first: wherever the run is killed, the log has all rows up to its checkpoint."""
         knobs, run, step = self.knobs, self.run, row["step"]
         if evaluate:
@@ -346,25 +356,143 @@ class Training:
             if not math.isfinite(row["val_loss"]):
                 raise run.diverged(f"the validation loss is {row['val_loss']} after step {step}: stopped")
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
-        if log:
-            run.log(**row)
+        run.log(**row)
         if evaluate or stop:
-            run.save(self.model, self.optimizer, self.scaler, step, in_parts=knobs.sharded_ckpt)
+            run.save(self.model, self.optimizer, self.scaler, step)
 
     def finish(self, seconds):
         """Print the report, write it into meta.json, and say what to do next."""
-        knobs, meta = self.knobs, self.run.meta
+        knobs, meta, waited = self.knobs, self.run.meta, self.batches.waited
         meta["seconds"] = round(seconds, 1)
-        meta["seconds_waiting_for_data"] = round(self.batches.waited, 3)
-        # most of the report looks into the model on the main rank alone
-        in_parts = is_sharded(self.model) and knobs.sharded_ckpt
-        if not in_parts:
-            gather(self.model)
-        meta["report"] = report(self.model, self.machine, self.folder, self.windows, knobs.batch_size, in_parts,
-                                knobs.docs)
+        meta["seconds_waiting_for_data"] = round(waited, 3)
+        gather(self.model)                      # most of the report looks into the model on the main rank alone
+        meta["report"] = report(self.model, self.machine, self.folder, self.windows, knobs.batch_size, knobs.docs)
         self.run.write_meta()
         if self.machine.main:
-            printing.say_what_next(knobs, self.config, meta, self.batches.waited)
+            looks = [("probe", "each layer and head"), ("sample", "more text")]
+            if "excess_loss" in meta["report"]:                         # the sink lab, whose tokens are not text
+                looks = [("maps", "the attention weights of a sequence"), ("probe --all", "all figures of the lab")]
+            print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting for data\n\nnext:")
+            for look, why in looks:
+                print(f"  python eval.py {look} --out_dir={knobs.out_dir}    {why}")
+
+
+class StopSignal:
+    """Inside this context, Ctrl-C and SIGTERM ask the loop to save and stop at the next row of the log.
+
+    Another signal, more than PATIENCE seconds later, ends the process at once."""
+    PATIENCE = 3                                # torchrun repeats a signal that its children have already received
+
+    def __enter__(self):
+        self.asked = None                       # the time of the first signal
+        self.before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.asked and time.monotonic() - self.asked > self.PATIENCE:
+            raise KeyboardInterrupt
+        self.asked = self.asked or time.monotonic()
+
+
+# ----------------------------------------------------------------------------------------------------------- printing
+
+
+def introduce(training, data):
+    """Print the first lines of a run: the model, the machine, the data. data: the data set's meta.json."""
+    knobs, config, model, batches = training.knobs, training.config, training.model, training.batches
+    first = training.run.saved
+    axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
+            if name in ("rule", "pos") or getattr(config, name) != default]
+    tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
+    used = f", {model.num_params(active=True) / 1e6:.2f}M of them active" if config.mlp == "moe" else ""
+    part = f" ({num_trained(model):,} of them trained)" if knobs.train_only != "all" else ""
+    recipe = f"--layers={config.layers}" if config.layers else f"--attn={config.attn} ({', '.join(axes)})"
+    size = f"{training.meta['parameters'] / 1e6:.2f}M parameters"
+    print(f"model: {size}{used}{part}, {recipe}, computed by {training.kernel}\n"
+          f"machine: {training.machine}\n"
+          f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{' in packed documents' * knobs.docs}; "
+          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{f' from step {first}' * bool(first)}"
+          f"{' by Muon' * (knobs.optimizer == 'muon')}; run: {knobs.out_dir}", flush=True)
+
+
+class Progress(tqdm):
+    """A progress bar over the steps, and the speed of training between two rows of the log.
+
+    sequences: of one step, on all ranks. first: steps that an earlier part of the run has done. The bar is shown on the
+    main rank, and not by a run without steps left."""
+
+    def __init__(self, knobs, model, machine, sequences, first):
+        super().__init__(total=knobs.max_iters, initial=first, disable=not machine.main or first >= knobs.max_iters,
+                         unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
+        self.model, self.machine, self.sequences = model, machine, sequences
+        self.measure_from(first)
+
+    def measure_from(self, step):
+        self.since, self.started = step, time.perf_counter()
+
+    def speed(self, step):
+        """The log's columns on speed, up to this step. mfu: share of the device's peak FLOP/s, if this is known."""
+        seconds = (time.perf_counter() - self.started) / (step - self.since)
+        tokens_per_s = round(self.sequences * self.model.config.block_size / seconds)
+        columns = {"ms": round(1000 * seconds, 2), "tokens_per_s": tokens_per_s}
+        if peak := self.machine.peak_flops():
+            flops = self.model.flops_per_token() * tokens_per_s
+            columns["mfu"] = round(flops / (peak * self.machine.world), 4)
+        return columns
+
+    def show(self, row):
+        """Show the losses and the speed of a row of the log at the end of the bar."""
+        balance = f" + {row['balance']:.4f}" if row["balance"] else ""
+        mfu = f", mfu {row['mfu']:.1%}" if "mfu" in row else ""
+        self.set_postfix_str(f"loss {row['train_loss']:.4f}{balance}, {row['tokens_per_s']:,} tokens/s{mfu}",
+                             refresh=False)
+
+
+def memory_of_a_step(model, config, knobs):
+    """{part: bytes} of one process during a training step; an estimate, exact but for the activations.
+
+    Weights, gradients and AdamW's two averages (Muon's one) are float32. Of each token, a block keeps
+    for its backward pass about 10 vectors of width C, of which 4 stay float32 under autocast, and 2 as
+    wide as the MLP (4 with swiglu). Three times the logits are in float32. Attention is assumed to be
+    fused, as softmax's; other recipes keep up to four times as much a block. In 16 bits, autocast also
+    has a copy of the weights. Not counted: dropout's masks, evaluation, exchange between processes."""
+    size = 4 if knobs.dtype == "float32" else 2                         # bytes of a number; auto: as on a GPU
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = model.configure_optimizers(0.0, 0.0, (0.0, 0.0), optimizer=knobs.optimizer)
+    averages = sum((1 + ("betas" in group)) * p.nbytes for group in optimizer.param_groups for p in group["params"])
+    hidden = (4 if config.mlp == "swiglu" else 2) * hidden_width(config)
+    block = (16 + 6 * size) * config.n_embd + size * hidden             # bytes of a token
+    batch = knobs.batch_size * config.block_size * (config.n_layer * block + 12 * config.vocab_size)
+    copies = model.num_params() * (2 if size == 2 else 0)
+    return {"weights": sum(p.nbytes for p in model.parameters()), "gradients": sum(p.nbytes for p in trained),
+            "optimizer": averages, "activations": batch + copies}
+
+
+def dry_run(knobs, config, plan):
+    """The text that a dry run prints. plan: a DryRun."""
+    with torch.device("meta"):                  # shapes only
+        model = GPT(config)
+        train_only(model, knobs)
+        memory = memory_of_a_step(model, config, knobs)
+    memory["together"] = sum(memory.values())
+    split = (memory["weights"] + memory["gradients"] + memory["optimizer"]) / 8
+    a_step = knobs.batch_size * knobs.gradient_accumulation_steps * config.block_size
+    total, tflops = a_step * knobs.max_iters, PEAK_TFLOPS[plan.gpu]
+    flops = model.flops_per_token() * total
+    hours = flops / (1e12 * tflops * plan.mfu) / 3600
+    return "\n".join([
+        f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
+        f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {total:,} in all",
+        f"memory of one process, {knobs.batch_size} sequences at a time with fused attention, about:",
+        *(f"  {name:11} {size / 1e9:10,.3f} GB" for name, size in memory.items()),
+        f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, besides a block or two",
+        f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
+        f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: {hours:.3g} on 1 GPU, "
+        f"{hours / 8:.3g} on 8 GPUs"])
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -377,7 +505,7 @@ USUAL = ("preset", "dataset", "out_dir", "init_from", "max_iters", "batch_size",
 
 def main(argv):
     """Resolve all knobs, find the data, and train. Exit code 0 after the last step, 130 after a stop request."""
-    parser = Parser(USUAL, prog="train.py", description=__doc__, epilog=printing.presets_and_recipes())
+    parser = Parser(USUAL, prog="train.py", description=__doc__, epilog=presets_and_recipes())
     # without a flag or a preset's value, the data set decides on vocab_size
     add_flags(parser, Train, DryRun, GPTConfig, preset={"vocab_size": 0} | PRESETS[Train.preset])
     args = parser.parse_args(argv)
@@ -417,7 +545,11 @@ def main(argv):
             training.begin(data)
             began = time.perf_counter()
             if stopped := training.train():
-                printing.say_how_to_resume(knobs, machine, stopped)
+                if machine.main:
+                    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+                    launcher = "python" if machine.world == 1 else f"torchrun --nproc_per_node={ranks}"
+                    print(f"\nstopped and saved at step {stopped}; go on with: "
+                          f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume")
             else:
                 training.finish(time.perf_counter() - began)
         del training                            # by now nothing uses the group of ranks

@@ -8,12 +8,9 @@
                 --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     lock        only while a process trains in the folder: its id and its host
-    sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of
-                torch.distributed.checkpoint. Every other command needs ckpt.pt. Make it from the parts with
-                python common/shards.py RUN/sharded_ckpt/STEP RUN/ckpt.pt
 
-Each is written under a temporary name and renamed when complete, so a run killed at any moment resumes from its last
-checkpoint. Only rank 0 writes, except for the parts: each rank writes its own.
+Each is written under a temporary name and renamed when complete, so a run killed at any moment
+resumes from its last checkpoint. Only rank 0 writes.
 """
 import contextlib
 import csv
@@ -22,7 +19,6 @@ import itertools
 import os
 import platform
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -31,9 +27,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 from common import files
-from common.shards import fill, is_dense, save_parts, whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +43,7 @@ class Run:
     def __init__(self, folder, machine, extra_columns=()):
         """extra_columns: columns of the log beyond the usual ones."""
         self.folder, self.main = Path(folder), machine.main
-        self.checkpoint, self.parts = self.folder / "ckpt.pt", self.folder / PARTS
+        self.checkpoint = self.folder / "ckpt.pt"
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
         self.lock = self.folder / "lock"
         self.process = f"process {os.getpid()} on {socket.gethostname()}"               # the content of its lock
@@ -77,7 +73,7 @@ class Run:
     def take_lock(self):
         """Write the lock. That of a process of this host that has ended is taken over. Raises ValueError if the lock is
         another process's, or if a symbolic link would lead out of the folder."""
-        for path in (self.lock, self.parts, self.folder / "old"):
+        for path in (self.lock, self.folder / "old"):
             if path.is_symlink():
                 raise ValueError(f"{path} is a symbolic link, which no run follows: remove the link, or name another "
                                  "folder with --out_dir")
@@ -109,14 +105,13 @@ class Run:
         with self.writing(self.saved or 0):
             # left by a kill during a save
             files.delete_leftovers(self.folder, r"ckpt\.pt|meta\.json|log\.csv|tokenizer\.json")
-            steps = (left for left in self.parts.glob("*") if left.name.isdecimal())
-            delete(*(left for left in steps if not (left / ".metadata").exists()))
-            if self.saved is None and last_checkpoint(self.folder):
+            if self.saved is None and self.checkpoint.exists():
                 numbered = (self.folder / "old" / str(n) for n in itertools.count(1))
                 old = next(path for path in numbered if not path.exists())
                 old.mkdir(parents=True)
                 # the checkpoint last: until then the run counts as not yet moved
-                for path in (self.log_csv, self.folder / "tokenizer.json", self.meta_json, self.parts, self.checkpoint):
+                tokenizer = self.folder / "tokenizer.json"
+                for path in (self.log_csv, tokenizer, self.meta_json, self.checkpoint):
                     if path.exists():
                         os.replace(path, old / path.name)
                 print(f"the earlier run in {self.folder} was moved to {old}")
@@ -146,22 +141,20 @@ class Run:
             with self.writing(row["step"]), open(self.log_csv, "a", newline="") as f:
                 csv.writer(f, lineterminator="\n").writerow(cells)
 
-    def save(self, model, optimizer, scaler, step, in_parts=False):
-        """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json, which does no harm.
-        in_parts: every rank writes its parts of the tensors, so none needs memory for all of them."""
-        path = self.parts / str(step) if in_parts else self.checkpoint
-        if in_parts:
-            with self.writing(step):
-                save_parts(path, learned(model), model, optimizer, scaler, step)
-        else:
-            state = whole({"model": learned(model), "optimizer": optimizer.state_dict()}, keep=self.main)
-            if self.main:
-                with self.writing(step), files.replacing(path) as f:
-                    torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
-        self.saved = step
+    def save(self, model, optimizer, scaler, step):
+        """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json,
+        which does no harm. Every rank must call it: with --shard each holds a part of a tensor."""
+        def whole(x):
+            if not hasattr(x, "full_tensor"):
+                return x
+            x = x.full_tensor()                 # gathered from all ranks, one tensor at a time
+            return x.cpu() if self.main else None
+
+        state = tree_map(whole, {"model": learned(model), "optimizer": optimizer.state_dict()})
         if self.main:
-            with self.writing(step):            # a run has two checkpoints only until the newer one is complete
-                delete(*{self.checkpoint, *self.parts.glob("*")} - {path} if in_parts else [self.parts])
+            with self.writing(step), files.replacing(self.checkpoint) as f:
+                torch.save(state | {"scaler": scaler.state_dict(), "step": step}, f)
+        self.saved = step
         self.write_meta()
 
     def write_meta(self):
@@ -187,15 +180,6 @@ class Run:
         """The error of a run whose loss or gradient is not finite. what: the finding and its step."""
         return ValueError(f"{what}; {self.last_good()}. Start again with a lower --learning_rate or more "
                           "--warmup_iters")
-
-
-def delete(*paths):
-    """Delete those of these files and folders that exist."""
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def frozen(model):
@@ -242,7 +226,8 @@ def write_converted(folder, meta, weights, tokenizer):
     """Write public weights as a run before its first step. tokenizer: the content of its tokenizer.json, or None.
 
     meta.json marks a complete run: that of an earlier run is deleted first, and the new one is written last."""
-    delete(folder / "meta.json", folder / "tokenizer.json")
+    for name in ("meta.json", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
     try:
         with files.replacing(folder / "ckpt.pt") as f:
             torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
@@ -291,58 +276,42 @@ def run_with(folder, flags):
 def flags_to_finish(folder, flags):
     """The flags of train.py that train this run, or that resume it if it was stopped after its first checkpoint."""
     meta = run_with(folder, flags)
-    return [*flags, RESUME] if meta and "report" not in meta and last_checkpoint(folder) else flags
+    stopped = meta and "report" not in meta and (folder / "ckpt.pt").exists()
+    return [*flags, RESUME] if stopped else flags
 
 
-PARTS = "sharded_ckpt"                          # the folder of a run for checkpoints in parts, each named by its step
-
-
-def last_checkpoint(folder):
-    """The path of a run's last checkpoint: its ckpt.pt, or a folder sharded_ckpt/STEP. None before the first one."""
-    whole = Path(folder) / "ckpt.pt"
-    # torch writes .metadata last
-    parts = (path.parent for path in (Path(folder) / PARTS).glob("*/.metadata") if path.parent.name.isdecimal())
-    steps = {int(path.name): path for path in parts}
-    if not steps:
-        return whole if whole.exists() else None
-    # a run has both if its parts were joined, or if it was killed before it deleted the older one
-    newer = whole.exists() and read_checkpoint(whole, mmap=True)["step"] >= max(steps)
-    return whole if newer else steps[max(steps)]
-
-
-def how_to_join(parts):
-    """The command that makes a run's ckpt.pt of a checkpoint in parts. Instruments read only a ckpt.pt."""
-    return f"python common/shards.py {parts} {parts.parent.with_name('ckpt.pt')}"
-
-
-def read_checkpoint(path, mmap=False):
-    """The dict in a ckpt.pt: model, optimizer, step. mmap: tensors stay on the disk until they are copied, so memory
-    holds a large model only once. Raises ValueError if the file is not a checkpoint of this project."""
+def read_checkpoint(path):
+    """The dict in a ckpt.pt: model, optimizer, scaler, step. Its tensors stay on the disk until they
+    are copied, so memory holds a large model only once. Raises ValueError if the file is not a
+    checkpoint of this project."""
     if not Path(path).exists():
-        if parts := last_checkpoint(Path(path).parent):
-            raise ValueError(f"{path} does not exist, because the run was trained with --sharded_ckpt=1: join its "
-                             f"parts with {how_to_join(parts)}")
         raise ValueError(f"{path} does not exist: the run has saved no checkpoint yet")
     files.regular(path)
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:                      # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
         raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}): it is damaged, or "
                          "train.py did not write it") from None
     full = {"scaler": {}} | checkpoint if isinstance(checkpoint, dict) else {}          # older runs have no scaler
     if not (files.has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
             and all(isinstance(number, int | float) for number in full["scaler"].values())
-            and all(isinstance(name, str) and is_dense(value) for name, value in full["model"].items())):
+            and all(isinstance(name, str) and is_plain(value) for name, value in full["model"].items())):
         raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step, or its model holds "
                          "something other than dense tensors of real numbers")
-    return checkpoint
+    return full
+
+
+def is_plain(x):
+    """Is this a dense tensor of real numbers? A file can also hold sparse, nested and empty ones."""
+    return (isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
+            and x.device.type == "cpu" and x.is_floating_point())
 
 
 def read_weights(out_dir):
     """{name: tensor} of a run's whole model. Tensors stay on the disk until they are copied. An adapter is completed by
     its base, with LoRA's matrices merged into their weights."""
     meta, path = read_run(out_dir)
-    return merged(on_base(read_checkpoint(path, mmap=True)["model"], meta, path), path)
+    return merged(on_base(read_checkpoint(path)["model"], meta, path), path)
 
 
 def on_base(state, meta, path):
@@ -370,7 +339,7 @@ def as_base(out_dir):
 def fingerprint(out_dir):
     """One short hash of all weights in a run's checkpoint."""
     digest = hashlib.sha256()
-    for name, value in sorted(read_checkpoint(read_run(out_dir)[1], mmap=True)["model"].items()):
+    for name, value in sorted(read_checkpoint(read_run(out_dir)[1])["model"].items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
         digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())        # its bytes
     return digest.hexdigest()[:16]
@@ -405,10 +374,7 @@ def load_weights(model, state, path, new=(), copy=True):
             raise ValueError(f"{path} does not fit --attn={model.config.attn}: {name} is {theirs} in the checkpoint "
                              f"and {ours} in the model; use the run's own --attn and axes, or ones with the same "
                              "parameters, as elastic and softmax have, and diff and softmax do not")
-    if copy:
-        fill(expected, loaded)
-    else:
-        model.load_state_dict(state, assign=True)
+    model.load_state_dict(state, assign=not copy)
     model.tie()
 
 

@@ -1,10 +1,11 @@
 """Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset). The functions below decide
 which value of a knob wins: that of a flag, recipe, earlier run or preset."""
+import textwrap
 from pathlib import Path
 
 import attention
 import mixers
-from common.flags import fields_of, given_flags, in_all_layers, with_recipe
+from common.flags import fields_of, given_flags, in_all_layers, shown, with_recipe
 from common.runs import read_run
 from model import GPTConfig
 
@@ -73,7 +74,7 @@ PRESETS = {
 
 # knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel rounds differently.
 # Another max_iters also moves the end of the cosine (unless --lr_decay_iters is given) and of the layers' schedules
-MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "sharded_ckpt", "kernel", "max_iters", "eval_interval",
+MAY_CHANGE = {"out_dir", "device", "dtype", "compile", "shard", "kernel", "max_iters", "eval_interval",
               "log_interval"}
 
 
@@ -110,3 +111,20 @@ def settle_knobs(args, Train):
 
 def default_out_dir(dataset, attn):
     return f"out/{Path(dataset).name}-{attn.translate(str.maketrans(',=', '--', '*'))}"
+
+
+def presets_and_recipes():
+    """The lists of presets and recipes at the end of -h all: the flags that each of them sets."""
+    def in_lines(name, text):
+        return textwrap.fill(f"  {name:18} {text}", 140, subsequent_indent=" " * 21, break_on_hyphens=False)
+
+    lines = ["presets:"]
+    for name, preset in PRESETS.items():
+        flags = [f"--{knob}={shown(value)}" for knob, value in preset.items() if knob != "about"]
+        lines += [in_lines(name, preset["about"]), in_lines("", " ".join(flags))]
+    lines += ["", "recipes:"]
+    for name, axes in attention.ATTENTIONS.items():
+        flags = [f"--{axis}={value}" for axis, value in axes.items() if axis != "args"]
+        flags += [f"--attn_args={key}={shown(value)}" for key, value in axes.get("args", {}).items()]
+        lines.append(in_lines(name, " ".join(flags)))
+    return "\n".join(lines)
