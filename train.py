@@ -262,32 +262,35 @@ class Training:
                              f"and {self.val.name} holds {fit}: give at most "
                              f"{max(Train.eval_iters, fit // knobs.batch_size)}")
 
-        # The whole model, on the CPU of each rank. Gradients and AdamW's two averages may come into
-        # the same memory
-        check_size(config, 4 if machine.device.type == "cpu" and knobs.train_only == "all" else 1)
-        self.model = model = GPT(config, knobs.seed)
-        train_only(model, knobs)
-        # losses in addition to its own
-        extra = knobs.head_balance or knobs.expert_balance or model.penalized
-        self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
-        checkpoint = None  # also of a resumed run that was killed before its first one
-        if stored and self.run.checkpoint.exists():
-            checkpoint = resume(model, self.run.checkpoint, stored)
-        elif knobs.init_from != "scratch":
-            take_weights(model, knobs.init_from, self.run, machine)
+        checkpoint = self.make_model(stored)
         self.meta = self.new_meta(data, stored, flags, resumed=checkpoint is not None)
         self.running = self.distribute()
 
-        # the scaler keeps small gradients from becoming 0 in float16; in other precisions it does
-        # nothing
-        betas = knobs.beta1, knobs.beta2
-        self.optimizer = model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, betas, knobs.head_lr, knobs.optimizer)
+        self.optimizer = self.model.configure_optimizers(
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr,
+            knobs.optimizer)
+        # keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
         if checkpoint:
             load_optimizer(self.optimizer, checkpoint["optimizer"])
             self.scaler.load_state_dict(self.scaler.state_dict() | checkpoint["scaler"])
             self.run.saved = checkpoint["step"]
+
+    def make_model(self, stored):
+        """Make the whole model on the CPU of each rank: with fresh weights, those of another run,
+        or those of this run's last checkpoint. Returns this checkpoint, or None."""
+        knobs, machine = self.knobs, self.machine
+        # on a CPU, gradients and AdamW's two averages come into the same memory
+        all_in_one = machine.device.type == "cpu" and knobs.train_only == "all"
+        check_size(self.config, 4 if all_in_one else 1)
+        self.model = model = GPT(self.config, knobs.seed)
+        train_only(model, knobs)
+        balances = knobs.head_balance or knobs.expert_balance or model.penalized
+        self.run = Run(knobs.out_dir, machine, ("balance",) if balances else ())
+        if stored and self.run.checkpoint.exists():     # else it was killed before its first one
+            return resume(model, self.run.checkpoint, stored)
+        if knobs.init_from != "scratch":
+            take_weights(model, knobs.init_from, self.run, machine)
 
     def new_meta(self, data, stored, flags, resumed):
         """meta.json: the settings of the run, and entries from the data set and from an earlier
@@ -299,7 +302,6 @@ class Training:
                 "machine": str(machine), "world_size": machine.world,
                 "losses": stored.get("losses", {}) if resumed else {}}
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
-        # ends: of chat
         for name, origin in (("tokenizer", data), ("separator", data), ("ends", earlier)):
             if name in origin:
                 meta[name] = origin[name]
@@ -346,18 +348,15 @@ class Training:
                 # each micro-batch is weighted by its share of the sequences, so gradients add up to
                 # that of one batch
                 micro_batches = batches(step)
-                # of both losses, kept on the device: no waiting
-                sums = torch.zeros(2, device=machine.device)
+                sums = torch.zeros(2, device=machine.device)            # of both losses
                 for micro, (x, y, *starts) in enumerate(micro_batches):
-                    # its seed depends on these four numbers: resuming needs no stored state
-                    if self.config.dropout:
+                    if self.config.dropout:     # seeded by these numbers: no state to be stored
                         seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                         torch.manual_seed(seeds.generate_state(1)[0].item())
                     # data-parallel ranks average their gradients once, after the last micro-batch
                     if isinstance(running, DistributedDataParallel):
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                    # products in 16 bits where they are fast, sums in float32
-                    with machine.autocast():
+                    with machine.autocast():    # products in 16 bits if fast, sums in float32
                         loss, balance = losses(running, x, y, knobs, machine, *starts)
                         balance = balance + expert_loss(model, knobs, machine) + model.penalty()
                     share = len(x) * machine.world / batches.total
@@ -380,8 +379,8 @@ class Training:
                 # after the same step
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
                 if evaluate or step % knobs.log_interval == 0:
-                    # with --shard
-                    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+                    if hasattr(norm, "full_tensor"):                    # each rank has a part
+                        norm = norm.full_tensor()
                     numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
                     train_loss, balance, norm, stop = (total / machine.world for total in numbers)
                     finite = math.isfinite(norm) or scaler.is_enabled()
@@ -474,11 +473,13 @@ def introduce(training, data):
     if config.layers:
         recipe = f"--layers={config.layers}"
     size = f"{training.meta['parameters'] / 1e6:.2f}M parameters"
-    print(f"model: {size}{used}{part}, {recipe}, computed by {training.kernel}\nmachine: "
-          f"{training.machine}\ndata: {knobs.dataset}{tokenizer}, {len(batches.split):,} "
-          f"tokens{' in packed documents' * knobs.docs}; {batches.total * config.block_size:,} a "
-          f"step, {knobs.max_iters} "
-          f"steps{f' from step {first}' * bool(first)}{' by Muon' * (knobs.optimizer == 'muon')}; "
+    packed = " in packed documents" if knobs.docs else ""
+    begun = f" from step {first}" if first else ""
+    by = " by Muon" if knobs.optimizer == "muon" else ""
+    print(f"model: {size}{used}{part}, {recipe}, computed by {training.kernel}\n"
+          f"machine: {training.machine}\n"
+          f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{packed}; "
+          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{begun}{by}; "
           f"run: {knobs.out_dir}", flush=True)
 
 
