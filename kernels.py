@@ -349,7 +349,7 @@ def key_tiles(i, inputs, head, c: tl.constexpr):
         first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, end)
         if inputs.starts is not None:
             first_end = tl.where(inputs.first > 0, first_end, first)
-        lo = tl.maximum(i + 1 - inputs.window, start) // c.BN * c.BN            # start of the first row's window
+        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
         lo = tl.maximum(lo, first_end)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN    # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
@@ -368,7 +368,8 @@ def row_tiles(j, inputs, head, c: tl.constexpr):
         hi = tl.load(ends + last)                                               # ()
         b = tl.minimum(b, tl.load(ends + j) // c.BM * c.BM)                     # ()
     if inputs.window is not None:
-        if j >= start_of(last, inputs, head) + inputs.first:                    # all later rows see the first keys
+        # all later rows of the document see its first keys
+        if tl.maximum(j - start_of(last, inputs, head), 0) >= inputs.first:
             hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo, m = j // c.BM * c.BM, tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(hi, c.BM)) * c.BM

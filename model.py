@@ -428,6 +428,8 @@ class GPT(nn.Module):
             block.attn.measures_importance = importance
             x = block(x, None if cache is None else cache[layer], turn)
         more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
+        for block in self.transformer.h:
+            block.attn.importance = None        # free its graph: a model that holds one cannot be copied
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         x = x[:, -1:] if last_only else x[:, ahead:]
