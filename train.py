@@ -41,7 +41,7 @@ from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size
 from training import printing
-from training.balance import check_balance, expert_loss, losses
+from training.balance import check_balance, losses
 from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS, default_out_dir, settle_knobs
 from training.stopping import StopSignal
@@ -96,10 +96,6 @@ class Train(Knobs):
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes",
                                   least=0, below=1)
-    expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
-                                      "each layer with an even load; 0.01 is usual. Like head_balance, it balances "
-                                      "the sequences that all ranks read at once, so it depends on batch_size x ranks",
-                                  least=0)
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint", least=1)
     eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1)
@@ -217,7 +213,7 @@ class Training:
                              f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
         model = self.make_model()
-        extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses in addition to its own
+        extra = knobs.head_balance or model.penalized   # losses in addition to its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
         if knobs.init_from != "scratch" and not (stored and last_checkpoint(self.run.folder)):
             take_weights(model, knobs.init_from, self.run, machine)
@@ -301,7 +297,7 @@ class Training:
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
                     with machine.autocast():    # products in 16 bits where they are fast, sums in float32
                         loss, balance = losses(running, x, y, knobs, machine, *starts)
-                        balance = balance + expert_loss(model, knobs, machine) + model.penalty()
+                        balance = balance + model.penalty()
                     share = len(x) * machine.world / batches.total
                     scaler.scale((loss + balance) * share).backward()
                     sums += torch.stack([loss.detach(), balance.detach()]) * share

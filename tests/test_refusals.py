@@ -248,10 +248,10 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
 
 # flags, the last value that is refused, and the first that is accepted
 BORDERS = {
-    "train.py {new}": """n_layer n_head block_size bias_range window_every n_active batch_size max_iters 0 1,
+    "train.py {new}": """n_layer n_head block_size bias_range window_every batch_size max_iters 0 1,
         gradient_accumulation_steps eval_interval eval_iters log_interval lora_rank 0 1, n_embd 0 2, n_embd 17 18,
         n_kv_head vocab_size window first topk head_dim n_inner warmup_iters lr_decay_iters grad_clip head_lr -1 0,
-        weight_decay seed balance_skip expert_balance -1 0, n_kv_head 3 2, n_expert 1 2, n_active 9 8,
+        weight_decay seed balance_skip -1 0, n_kv_head 3 2,
         block_size 2147483648 2147483647, dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
         rope_base 0 0.1, rope_base inf 1e30, rope_share 0 0.1, rope_share 1.001 1, learning_rate 0 1e-9,
         learning_rate inf 1, learning_rate nan 1, min_lr nan 0, balance_shared beta1 beta2 -0.1 0,
@@ -409,7 +409,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
     --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
     --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --expert_balance=1 => add --mlp=moe; --bias_of=k => add --qkv_bias=1;
+    --bias_of=k => add --qkv_bias=1;
     --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
     --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
     --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
