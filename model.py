@@ -92,9 +92,6 @@ class Block(nn.Module):
         if self.norm_place == "out":
             x = x + self.ln_1(self.attn(x, cache, turn))                # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
-        # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
-        if self.norm_place == "parallel":
-            return x + self.attn(self.ln_1(x), cache, turn) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
         x = x + self.attn(self.ln_1(x), cache, turn)                    # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
@@ -131,19 +128,17 @@ class GPTConfig(Knobs):
     bias_of: str = knob("all", "which of queries, keys and values have these biases", ("all", "q", "k", "v"))
     norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
-        "pre", "norms before each branch (pre), the same with both branches reading one x (parallel), on what each "
-        "branch adds (out), or on the stream after each branch (post, which needs a learning-rate warm-up)",
-        ("pre", "parallel", "out", "post"))
+        "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
+        "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
     norm_eps: float = knob(1e-5, "epsilon of the norms")
     embed_norm: bool = knob(False, "a norm on the token embeddings as well, as in BLOOM")
     mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
                     ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the output layer shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
-    rope_share: float = knob(1.0, "share of each head's channels, from the first on, that RoPE rotates; GPT-NeoX: 0.25")
     rope_scaling: str = knob(
-        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), "
-        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1), or yarn:FACTOR,FAST,SLOW,ORIGINAL (as in GPT-OSS)")
+        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
+        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
     bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them", least=1)
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
@@ -217,8 +212,6 @@ class GPTConfig(Knobs):
                 ("bias_of", self.bias_of == "all" or self.bias or self.qkv_bias, "needs biases: add --qkv_bias=1"),
                 ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
                 ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
-                ("rope_base", self.rope_base > 1 or "yarn" not in self.rope_scaling, "must be above 1 with YaRN"),
-                ("rope_share", 0 < self.rope_share <= 1, "must lie in (0, 1]"),
                 ("rope_scaling", not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
                  f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope")):
             if not valid:

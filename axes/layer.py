@@ -4,7 +4,7 @@ import torch.nn as nn
 
 from axes import options
 from axes.base import Fixed, Linear, Normal, linear, split_heads
-from axes.positions import Distance, rope_score_factor, rotate, rotation, sums_since
+from axes.positions import Distance, rotate, rotation, sums_since
 from axes.sight import Sight, start_of
 
 
@@ -86,7 +86,7 @@ class Layer(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0
-        scale = rope_score_factor(config) * (1.0 if self.choices["scale"].unscaled else self.width ** -0.5)
+        scale = 1.0 if self.choices["scale"].unscaled else self.width ** -0.5
         self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
         # what the choices learn
         self.init_std = {}                      # {parameter that GPT.init_weights draws: std}

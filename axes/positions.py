@@ -112,8 +112,7 @@ FORGETS = {"none": Choice(), "sigmoid": Choice(log_forget=forget_gate, learns=la
 # ----------------------------------------------------------------------------------------------------- rotary positions
 
 ROPE_SCALINGS = {                               # {its name: its numbers}
-    "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
-    "yarn": "FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
+    "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH"}
 
 
 def parse_rope_scaling(text):
@@ -126,8 +125,7 @@ def parse_rope_scaling(text):
     except ValueError:
         numbers = []
     valid = how in ROPE_SCALINGS and len(numbers) == 1 + ROPE_SCALINGS[how].count(",")
-    if not (valid and all(0 < n < math.inf for n in numbers) and (how != "llama3" or numbers[1] < numbers[2])
-            and (how != "yarn" or numbers[1] > numbers[2])):
+    if not (valid and all(0 < n < math.inf for n in numbers) and (how != "llama3" or numbers[1] < numbers[2])):
         forms = " or ".join(f"{name}:{form}" for name, form in ROPE_SCALINGS.items())
         raise ValueError(f"--rope_scaling={text}: write {forms}")
     return how, numbers
@@ -135,15 +133,13 @@ def parse_rope_scaling(text):
 
 def rope_frequencies(config, width, device):
     """Radians per position of each of P pairs of channels, (P,): base^(-c / P) for pair c, scaled as rope_scaling says.
-    --rope_share says what share of a head's `width` channels rotates. An odd last channel of these has no partner.
+    The last of an odd number of channels has no partner and does not rotate.
 
-    Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
-    3.2 (and 3.1 on ntk), and GPT-OSS.
-    Differs from the paper: it interpolates between kept and longer waves by how often a wave fits, as LLaMA 3.1 does.
-    The code of YaRN and GPT-OSS agrees with this function, but YaRN's rounds both ends of that range to whole pairs."""
-    pairs, base = int(width * config.rope_share) // 2, float(config.rope_base)
+    Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023, Peng et al. 2309.00071, section 3.1;
+    llama3, the code of LLaMA 3.1."""
+    pairs = width // 2
     pair = torch.arange(pairs, device=device, dtype=torch.float32)
-    frequency = base ** (-pair / pairs)
+    frequency = float(config.rope_base) ** (-pair / pairs)
     how, numbers = parse_rope_scaling(config.rope_scaling)
     if not how:
         return frequency
@@ -154,26 +150,11 @@ def rope_frequencies(config, width, device):
     # times slower, so it covers a context `ratio` times longer
     if how == "ntk":
         return frequency * factor ** -torch.linspace(0, 1, pairs, device=device)
-    # llama3 and yarn: waves that fit into the original context often keep their length, waves that fit rarely become
-    # `factor` times longer. In between, llama3 interpolates in how often a wave fits. yarn interpolates in the index of
-    # the pair, that is in the logarithm of the wavelength, between `start` and `end`
-    if how == "llama3":
-        low, high, original = limits
-        kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor)
-    fast, slow, original = limits
-    start, end = (pairs * math.log(original / (2 * math.pi * fits)) / math.log(base) for fits in (fast, slow))
-    start, end = max(start, 0), min(end, 2 * pairs - 1)
-    longer = ((torch.arange(pairs, device=device) - start) / (end - start or 0.001)).clamp(0, 1)
-    return frequency * (1 - longer + longer / factor)
-
-
-def rope_score_factor(config):
-    """The factor on all scores that belongs to a rope_scaling. YaRN's is (0.1 log(factor) + 1)^2, because a row becomes
-    flatter when it has more keys; the other factors are 1.
-    Source: Peng et al. 2309.00071, section 3.4. Released code multiplies queries and keys by the root of the factor."""
-    how, numbers = parse_rope_scaling(config.rope_scaling)
-    return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
+    # llama3: waves that fit into the original context more than `high` times keep their length, and waves that fit less
+    # than `low` times become `factor` times longer. Those in between are interpolated by how often they fit
+    low, high, original = limits
+    kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotation(config, positions):
@@ -186,8 +167,8 @@ def rotation(config, positions):
 def rotate(x, turn):
     """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position * frequency_c.
 
-    turn: from `rotation`. The first 2 P channels rotate, usually all D. They are paired half by half, as in GPT-NeoX
-    and LLaMA. The other channels stay as they are. Source: Su et al. 2021."""
+    turn: from `rotation`. Channels are paired half by half, as in LLaMA; the last of an odd number stays as it is.
+    Source: Su et al. 2021."""
     pairs, cos, sin = turn
     partner = torch.cat([x[..., pairs:2 * pairs], x[..., :x.shape[-1] - pairs]], -1)    # [b | a | anything] of [a | b]
     return (x * cos + partner * sin).to(x.dtype)

@@ -49,7 +49,7 @@ MARKER = "code_was_executed"                    # the folder that the code in pi
 SECONDS, MEMORY = 90, 6 << 30                   # what a command may take; an allocation beyond it fails at once
 MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": convert.main}
 NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
-SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "yarn", "x")
+SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "x")
             for numbers in ("", "2", "0", "nan", "8,1,4,16", "8,32,1,16", "8,4,4,9", "inf,1,4,9", "1e400,1,1")]
 CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "learned", "", "1=2"
 
@@ -253,7 +253,7 @@ BORDERS = {
         n_kv_head vocab_size window first topk head_dim n_inner warmup_iters lr_decay_iters grad_clip head_lr -1 0,
         weight_decay seed balance_skip -1 0, n_kv_head 3 2,
         block_size 2147483648 2147483647, dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
-        rope_base 0 0.1, rope_base inf 1e30, rope_share 0 0.1, rope_share 1.001 1, learning_rate 0 1e-9,
+        rope_base 0 0.1, rope_base inf 1e30, learning_rate 0 1e-9,
         learning_rate inf 1, learning_rate nan 1, min_lr nan 0, balance_shared beta1 beta2 -0.1 0,
         balance_shared beta1 beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
     "train.py {new} --attn=focus": "window 0 1, window 16 15",
