@@ -156,7 +156,7 @@ class GPTConfig(Knobs):
         "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
         "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax")
     rule: str | None = axis("rule", "how scores become attention weights; for a state: how a token changes it")
-    forget: str | None = axis("forget", "what a state, or attention (sigmoid), loses at each token: nothing or a share")
+    forget: str | None = axis("forget", "what a state loses at each token: nothing or a share")
     write: str | None = axis("write", "how much of its value a token writes into the state")
     conv: str | None = axis("conv", "a convolution over 4 tokens, then silu, on a state's queries, keys and values")
     balance: str | None = axis("balance", "how a token's scores become its shares of Focus' groups")

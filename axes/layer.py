@@ -4,7 +4,7 @@ import torch.nn as nn
 
 from axes import options
 from axes.base import Fixed, Linear, Normal, linear, split_heads
-from axes.positions import Distance, rotate, rotation, sums_since
+from axes.positions import rotate, rotation
 from axes.sight import Sight, start_of
 
 
@@ -196,21 +196,10 @@ class Layer(nn.Module):
 
     # ------------------------------------------------------------------ for model, training and instruments
 
-    def distance(self, x=None, past=None, keys=0):
-        """The layer's relative positions, a Distance, or None. With its input x (B, R, C), also what it forgets.
-        past: the cache; keys: the number of keys, cached and of x."""
-        bias, log_forget = self.choices["pos"].bias, self.choices["forget"].log_forget
-        found = bias and bias(self)
-        if x is None or log_forget is None:
-            return found
-        precise = torch.float32 if x.device.type == "mps" else torch.float64            # c grows with T
-        i, c = torch.arange(x.shape[1], device=x.device), log_forget(self, x)[..., 0].to(precise)
-        c = sums_since(start_of(i, self.sight), c, i)                   # (B, H, R)
-        if past is not None:
-            old, first = past.get("decay", c[..., :0]), self.sight.first                # drop what `recall` has dropped
-            old = torch.cat([old[..., :first], old[..., first + old.shape[2] + x.shape[1] - keys:]], -1)
-            past["decay"] = c = torch.cat([old, c + old[..., -1:].sum(-1, keepdim=True)], -1)           # (B, H, T)
-        return (found or Distance(x.new_zeros(self.score_heads, 0)))._replace(decay=c)
+    def distance(self):
+        """The layer's relative positions, a Distance, or None."""
+        bias = self.choices["pos"].bias
+        return bias and bias(self)
 
     def weights_of(self, q, k, x, table=None, sight=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. For a differential

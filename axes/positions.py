@@ -1,7 +1,7 @@
 """Positions: how a score depends on the positions of its query and key.
 
 RoPE rotates queries and keys before the score. Relative positions add a bias to the score that depends on the distance
-i - j, or on what the tokens between forget. Absolute positions are embeddings, which model.py adds to the tokens.
+i - j. Absolute positions are embeddings, which model.py adds to the tokens.
 
 Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, P pairs of channels
 that RoPE rotates, W width of a table.
@@ -13,17 +13,16 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from axes.base import Choice, Constant, Fixed, Normal, wide
+from axes.base import Choice, Constant, Fixed, Normal
 
 # --------------------------------------------------------------------------------------------------- relative positions
 
 
 class Distance(NamedTuple):
-    """A bias by distance, b[h, i - j], and c_i - c_j, added to the score. Each part is a tensor or None."""
+    """A bias by distance, b[h, i - j], which is added to the score. Each part is a tensor or None."""
     table: Any = None                           # (H, W): b at distances 0 .. W - 1
     tail: Any = None                            # (H,): b from distance W on; None: 0
     slope: Any = None                           # (H,): slope times distance is added everywhere
-    decay: Any = None                           # (B, H, T): c in float64, which never rises
 
     def by_distance(self, T):
         """b at distances 0 .. T - 1, (H, T)."""
@@ -88,26 +87,6 @@ def t5_index(layer):
     Source: the relative positions in the code of When Attention Sink Emerges (table 3: loss 5.45, the others 3.8)."""
     return Distance(layer.t5_index, layer.t5_index[:, -1])
 
-
-def forget_gate(layer, x):
-    """log f_t, f_t = sigmoid(w_h x_t + b_h). The score of row i and key j gets log f_{j+1} + .. + log f_i = c_i - c_j:
-    what a head forgets of a key depends on the tokens since. b starts at 0, so at first a weight halves at each token.
-    Source: FoX, Lin et al. 2503.02130, section 3. The layers that its "Pro" form adds are not here."""
-    return F.logsigmoid(wide(layer.forget_gate(x))).mT[..., None]       # (B, H, T, 1)
-
-
-def sums_since(start, x, i):
-    """The sum of x (B, H, R) from `start` to each position i. The value runs on from earlier documents, but no gradient
-    reaches them, not even by rounding: the terms double in log R steps."""
-    total, reach = x.detach().cumsum(-1), 1
-    while reach < len(i):
-        x = x + torch.where(i - reach >= start, F.pad(x, (reach, 0))[..., :-reach], 0.0)
-        reach *= 2
-    return x + (total - x).detach()
-
-
-FORGETS = {"none": Choice(), "sigmoid": Choice(log_forget=forget_gate, learns=lambda layer: {
-    "forget_gate": nn.Linear(layer.config.n_embd, layer.score_heads)})}
 
 # ----------------------------------------------------------------------------------------------------- rotary positions
 

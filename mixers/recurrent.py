@@ -526,8 +526,8 @@ def sum_may_be_zero(config, args, choices):
                 "--rule=add --feature=elu")
 
 
-AXES = axes_of(
-    RULES, forget=FORGETS, write=WRITES, conv=CONVS, feature=FEATURES, scale=only(SCALES, "sqrt_d", "one"),
+AXES = {"rule": RULES, "forget": FORGETS} | axes_of(
+    RULES, write=WRITES, conv=CONVS, feature=FEATURES, scale=only(SCALES, "sqrt_d", "one"),
     out_norm=OUT_NORMS, gate=GATES,
     normalize=only(NORMALIZERS, "none") | {"sum": dataclasses.replace(NORMALIZERS["sum"], refuse=sum_may_be_zero)})
 

@@ -201,7 +201,7 @@ def test_no_row_of_any_combination_sees_another_document(choices):
 
 @pytest.mark.parametrize("attn", [
     pytest.param(attn, marks=() if attn in ("streaming", "gated_deltanet") else pytest.mark.exhaustive)
-    for attn in ("softmax", "streaming", "lazy", "fox", "entmax", "tda", "retnet", "gated_deltanet", "gla")])
+    for attn in ("softmax", "streaming", "lazy", "entmax", "tda", "retnet", "gated_deltanet", "gla")])
 def test_the_kernels_of_packed_documents_equal_the_block_loop_and_skip_other_documents(attn):
     fused, loop = (layer(attn, dtype=torch.float32, n_kv_head=2, kernel=how).to(DEVICE) for how in ("triton", "torch"))
     loop.load_state_dict(fused.state_dict())
