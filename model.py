@@ -332,7 +332,7 @@ class GPT(nn.Module):
 
         for block in self.transformer.h:
             if starts is not block.attn.sight.starts:
-                block.attn.check_packs(block.attn.config)
+                mixers.check_packs(block.attn.config)
                 block.attn.sight = block.attn.sight._replace(starts=starts)
 
         # embeddings of token ids, and of positions where these are absolute

@@ -389,7 +389,7 @@ def main(argv):
             if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
                 raise ValueError(reason)
             if knobs.docs:
-                mixers.MIXERS[kind.mixer].check_packs(kind)
+                mixers.check_packs(kind)
         # the folder of the run that this one continues or starts from, and whose tokenizer it shares
         began_with = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent     # of its ckpt.pt
         before = Path(knobs.out_dir) if stored else began_with

@@ -109,13 +109,6 @@ class Layer(nn.Module):
         else:
             self.register_buffer(name, start.value if isinstance(start, Fixed) else start)
 
-    @classmethod
-    def check_packs(cls, config):
-        """Raise ValueError if a choice of a config cannot keep packed documents apart."""
-        for axis, choice in options.chosen(config, cls.axes).items():
-            if choice.mixes:
-                raise ValueError(f"--docs=1 cannot be used with --{axis}={getattr(config, axis)}: {choice.mixes}")
-
     # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
 
     def heads_of(self, y):

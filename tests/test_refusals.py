@@ -413,7 +413,8 @@ SAYS = [                                        # (how a line begins, exit code,
     --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
     --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
     --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
-    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => of all documents;
+    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => leave out --docs;
+    --layers=softmax+kda --n_layer=2 --docs=1 => of mixer recurrent;
     --docs=1 --attn=sink_token => use --sink=key_value; --docs=1 --head_balance=1 => or leave out --docs"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
     --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
