@@ -21,7 +21,6 @@ from axes.positions import POSITIONS, parse_rope_scaling, rotation
 from axes.rows import SINKS
 from common.flags import Knobs, knob
 from common.machine import check_memory
-from common.optimizers import Together
 from common.shards import draw, generator_of
 
 # --------------------------------------------------------------------------------------------------------- the layers
@@ -394,38 +393,24 @@ class GPT(nn.Module):
         the operations of each attention layer, such as 12 C T."""
         return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
-    def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0, optimizer="adamw"):
-        """AdamW on all parameters that require a gradient, or with optimizer="muon" Muon on the matrices of the blocks'
-        linear layers and AdamW on the others.
+    def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
+        """AdamW on all parameters that require a gradient.
 
-        Matrices and embeddings decay; biases and norms do not. Parameters outside linear
-        layers, embeddings and norms, such as one scalar a head, do not decay, and learn head_lr times as fast.
-        Muon (Jordan et al. 2024) makes all singular values of a matrix's step about equal. Its learning rate is scaled
-        so that a step is as large as AdamW's (Liu et al. 2502.16982, sec. 2.2), so both take the same learning rates.
-        The three matrices in c_attn count as one."""
-        groups = {"matrices": [], "decay": [], "no_decay": [], "head": []}
+        Matrices and embeddings decay; biases and norms do not. Parameters outside linear layers, embeddings and norms,
+        such as one scalar a head, do not decay, and learn head_lr times as fast."""
+        groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
             for p in module.parameters(recurse=False):
-                decays = p.dim() > 1
-                muon = optimizer == "muon" and decays and isinstance(module, nn.Linear) and module is not self.lm_head
                 if p.requires_grad:
-                    kind = "head" if not plain else "matrices" if muon else "decay" if decays else "no_decay"
-                    groups[kind].append(p)
-        groups = {kind: {
+                    groups["head" if not plain else "decay" if p.dim() > 1 else "no_decay"].append(p)
+        groups = [{
             "params": list(dict.fromkeys(params)),                      # a tied weight belongs to two modules
-            "weight_decay": weight_decay if kind in ("decay", "matrices") else 0.0,
+            "weight_decay": weight_decay if kind == "decay" else 0.0,
             "lr_scale": head_lr if kind == "head" else 1.0,             # train.py multiplies the learning rate by it
-        } for kind, params in groups.items() if params}
-        matrices = groups.pop("matrices", None)
-        others = [*groups.values()] or [{"params": [], "lr_scale": 1.0}]                # LoRA trains only matrices
+        } for kind, params in groups.items() if params]
         fused = self.lm_head.weight.device.type in ("cuda", "cpu", "mps")               # one kernel for all parameters
-        adamw = torch.optim.AdamW(others, lr=learning_rate, betas=betas, fused=fused)
-        if optimizer == "adamw":
-            return adamw
-        if not matrices:
-            raise ValueError("--optimizer=muon is for the matrices of linear layers, and none is trained: leave it out")
-        return Together(torch.optim.Muon([matrices], lr=learning_rate, adjust_lr_fn="match_rms_adamw"), adamw)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     def set_progress(self, progress):
         """Tell layers with a schedule how much of the training is over, from 0 to 1."""

@@ -75,9 +75,7 @@ class Train(Knobs):
     batch_size: int = knob(16, "largest number of sequences per forward pass on one device", least=1)
     gradient_accumulation_steps: int = knob(1, "sequences per step, over all ranks, as a multiple of batch_size",
                                             least=1)
-    # AdamW or Muon, with linear warm-up and cosine decay
-    optimizer: str = knob("adamw", "muon: Muon on the matrices of linear layers in the blocks, AdamW on the rest",
-                          ("adamw", "muon"))
+    # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
     head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau", least=0)
     weight_decay: float = knob(0.1, "weight decay of matrices and embeddings; nothing else decays", least=0)
@@ -115,8 +113,6 @@ class Train(Knobs):
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")
-        if self.optimizer == "muon" and (self.shard or self.sharded_ckpt):
-            raise ValueError("--optimizer=muon needs whole matrices: leave out --shard and --sharded_ckpt")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
@@ -220,7 +216,7 @@ class Training:
 
         # the scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.optimizer = model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr, knobs.optimizer)
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
         self.meta = self.new_meta(data, stored, flags)

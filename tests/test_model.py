@@ -1,12 +1,11 @@
 """model.py: the architecture against torch, initial weights, optimizer groups, generation against forward passes."""
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import bounds
 import pytest
 import torch
-from bounds import below, close, dice, same
+from bounds import below, close, same
 from conftest import CACHES, RECIPES, examples, tiny_config
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
@@ -126,53 +125,27 @@ def test_initial_values_are_those_of_gpt2():
 
 
 @pytest.mark.parametrize("trains", ["all", "matrices", "the rest"])     # LoRA trains only matrices
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("attn, pos, tied", [
     *(pytest.param(*p.values, "learned", True, marks=p.marks) for p in RECIPES),
     ("softmax", "t5", False)])                  # t5: layers share a parameter
 def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(
-        attn, pos, tied, optimizer, trains):
-    """Muon takes the matrices of linear layers in blocks, AdamW all others."""
+        attn, pos, tied, trains):
     gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, n_layer=2, tied=tied))
     linears = [module for module in gpt.transformer.h.modules() if isinstance(module, torch.nn.Linear)]
     matrices = {module.weight for module in linears}
     for p in gpt.parameters():
         p.requires_grad_(trains == "all" or (p in matrices) == (trains == "matrices"))
-    make = partial(gpt.configure_optimizers, 0.3, 1e-3, (0.8, 0.9), head_lr=5.0, optimizer=optimizer)
-    if optimizer == "muon" and trains == "the rest":
-        with pytest.raises(ValueError, match="and none is trained: leave it out"):
-            make()
-        return
-    made = make()
-    groups = [(type(part), group) for part in getattr(made, "parts", [made]) for group in part.param_groups]
-    assert all("lr_scale" in group for group in made.param_groups)      # train.py needs it
-    found = {p: (kind, group) for kind, group in groups for p in group["params"]}
+    made = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
+    found = {p: group for group in made.param_groups for p in group["params"]}
     names = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
     assert len(found) == len(names) == sum(len(group["params"]) for group in made.param_groups)
     for name, p in names.items():
         decay = 0.3 if name.endswith("weight") and "ln_" not in name and "out_norm" not in name else 0.0
         scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
-        kind, group = found[p]
-        assert [group[key] for key in ("weight_decay", "lr_scale", "lr")] == [decay, scale, 1e-3], name
-        muon = optimizer == "muon" and p in matrices
-        assert kind is (torch.optim.Muon if muon else torch.optim.AdamW), name
-        assert muon or group["betas"] == (0.8, 0.9), name
+        values = [found[p][key] for key in ("weight_decay", "lr_scale", "lr", "betas")]
+        assert values == [decay, scale, 1e-3, (0.8, 0.9)], name
     if trains == "all":
         assert ("transformer.h.0.attn.tau" in names) == (ATTENTIONS[attn]["rule"] == "elastic")
-
-
-@pytest.mark.parametrize("attn", ["elastic", "gated_deltanet"])
-def test_muon_moves_the_matrices_of_blocks_by_almost_orthogonal_steps(attn):
-    """Singular values of a step lie between 0.7 and 1.2 times the rate, up to the rounding of bfloat16."""
-    gpt = GPT(tiny_config(attn=attn, tied=False))
-    muon, _ = gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon").parts
-    found, before = {p for group in muon.param_groups for p in group["params"]}, {}
-    for p in gpt.parameters():
-        p.grad, before[p] = torch.randn(p.shape, generator=dice()), p.detach().clone()
-    muon.step()
-    for name, p in gpt.named_parameters():
-        step = torch.linalg.svdvals(before[p] - p) / (1e-2 * 0.2 * max(p.shape) ** 0.5) if p in found else None
-        assert 0.6 < step.min() and step.max() < 1.3 if p in found else torch.equal(before[p], p), name
 
 
 @given(recipes())

@@ -28,7 +28,7 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
           f"machine: {machine}\n"
           f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{' in packed documents' * knobs.docs}; "
           f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{f' from step {first}' * bool(first)}"
-          f"{' by Muon' * (knobs.optimizer == 'muon')}; run: {knobs.out_dir}", flush=True)
+          f"; run: {knobs.out_dir}", flush=True)
 
 
 class Progress(tqdm):
