@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
 import copy
 import math
+import zlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,6 @@ from axes.positions import POSITIONS, parse_rope_scaling, rotation
 from axes.rows import SINKS
 from common.flags import Knobs, knob
 from common.machine import check_memory
-from common.shards import draw, generator_of
 
 # --------------------------------------------------------------------------------------------------------- the layers
 
@@ -290,7 +290,7 @@ class GPT(nn.Module):
 
         So the variance that the 2 n_layer branches add to the stream does not depend on n_layer. Each attention layer
         lists its other random weights in init_std. Each tensor has its own generator, seeded with (seed, its name): two
-        recipes share the initial values of the tensors that they share. Each rank of a sharded model keeps its part."""
+        recipes share the initial values of the tensors that they share."""
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -302,9 +302,9 @@ class GPT(nn.Module):
             std |= {f"transformer.h.{layer}.attn.{name}": value for name, value in block.attn.init_std.items()}
         for name, p in self.named_parameters():                         # a tied lm_head is listed once, as wte
             if name in std:
-                draw(p, std[name], generator_of(seed, name.removesuffix(".weight")))
+                p.normal_(0.0, std[name], generator=generator_of(seed, name.removesuffix(".weight")))
         if self.ahead:
-            draw(self.sink_token, 0.02, generator_of(seed, ".sink_token"))
+            self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
 
     def additions_to(self, config):
         """Names of attention's parameters and buffers, sink token included, that a model of `config` lacks."""
@@ -480,6 +480,11 @@ def pick(logits, temperature, top_k, top_p, generator):
         beyond = ordered.cumsum(-1) - ordered >= top_p                  # likelier tokens already sum to p
         probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back in the order of ids
     return torch.multinomial(probs, 1, generator=generator)             # normalises the rest by itself
+
+
+def generator_of(seed, name):
+    """A generator for the initial values of one tensor, independent of the model's other tensors."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
 def check_size(config, copies):

@@ -16,19 +16,23 @@ import zipfile
 import zlib
 from pathlib import Path
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)                   # also a full quota, or a limit on a file's size
-# what Python raises on a zip that is damaged, encrypted (RuntimeError) or compressed in an unknown way
+# also a full quota, or a limit on a file's size
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# what Python raises on a zip that is damaged, encrypted (RuntimeError) or compressed in an unknown
+# way
 BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError)
 
 
 @contextlib.contextmanager
 def replacing(path, mode="wb"):
-    """Write a file under a temporary name and rename it once it is complete: nobody ever reads half a file. Temporary
-    files of this path that killed processes have left are deleted: a checkpoint may be large."""
+    """Write a file under a temporary name and rename it once it is complete: nobody ever reads half
+    a file. Temporary files of this path that killed processes have left are deleted: a checkpoint
+    may be large."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     delete_leftovers(path.parent, re.escape(path.name))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")       # in the same folder, so the rename is atomic
+    # in the same folder, so the rename is atomic
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
             yield f
@@ -37,18 +41,20 @@ def replacing(path, mode="wb"):
         os.replace(temporary, path)
     except OSError as e:
         if e.errno in FULL_DISK and e.filename is None:
-            raise OSError(f"{path} could not be written ({e.strerror}): free some space there") from None
+            raise OSError(f"{path} could not be written ({e.strerror}): free some space "
+                          "there") from None
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def delete_leftovers(folder, names):
-    """Delete the temporary files of `replacing` that killed processes have left in a folder. names: a regular
-    expression of the final names. Links, folders, and files of running processes stay."""
+    """Delete the temporary files of `replacing` that killed processes have left in a folder. names:
+    a regular expression of the final names. Links, folders, and files of running processes stay."""
     for path in folder.glob(".*.tmp"):
         found = re.fullmatch(rf"\.(?:{names})\.(?P<process>[0-9]+)\.tmp", path.name)
-        if found and path.is_file() and not path.is_symlink() and not is_running(int(found["process"])):
+        own = found and path.is_file() and not path.is_symlink()
+        if own and not is_running(int(found["process"])):
             path.unlink(missing_ok=True)
 
 
@@ -64,25 +70,27 @@ def is_running(process):
 
 
 def regular(path):
-    """The same path. Raises ValueError if it names a folder, a pipe or a device: reading a pipe may wait for ever."""
+    """The same path. Raises ValueError if it names a folder, a pipe or a device: reading a pipe may
+    wait for ever."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file: remove it and put the file there")
     return path
 
 
 def check_name(name, what):
-    """The same name. Raises ValueError if it cannot be a part of a file's name: one that was read from a file must not
-    lead to another folder. what: the name's role, for the message."""
+    """The same name. Raises ValueError if it cannot be a part of a file's name: one that was read
+    from a file must not lead to another folder. what: the name's role, for the message."""
     if not re.fullmatch(r"\w[\w .,+=@()-]*", name) or len(name.encode()) > 100:
         shown = name[:100].encode("utf-8", "backslashreplace").decode()
-        raise ValueError(f"{what}={shown} must be a plain name: at most 100 letters, digits and _ .,+=@()-, "
-                         "the first a letter or a digit")
+        raise ValueError(f"{what}={shown} must be a plain name: at most 100 letters, digits and _ "
+                         ".,+=@()-, the first a letter or a digit")
     return name
 
 
 def write_json(path, value):
     """Write a value as indented JSON, with lists of numbers on one line."""
-    text = re.sub(r"\[\n([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", json.dumps(value, indent=2))
+    text = json.dumps(value, indent=2)
+    text = re.sub(r"\[\n([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     with replacing(path, "w") as f:
         f.write(text + "\n")
 
@@ -105,7 +113,8 @@ def read_json(path):
 
 def has(entry, **types):
     """Is this content of a file a dict with entries of these types?"""
-    return isinstance(entry, dict) and all(isinstance(entry.get(name), kind) for name, kind in types.items())
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(name), kind) for name, kind in types.items())
 
 
 def sha256(path):
@@ -118,25 +127,30 @@ def sha256(path):
 
 
 def optional(module):
-    """Import a package that not every installation has. Raises ValueError with the command that installs it."""
+    """Import a package that not every installation has. Raises ValueError with the command that
+    installs it."""
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(f"this needs the package {package}, which is not installed: pip install {package}") from None
+        raise ValueError(f"this needs the package {package}, which is not installed: pip install "
+                         f"{package}") from None
 
 
-TOO_LARGE = "cannot be converted to type float without overflow"        # torch's words if float32 cannot hold a number
-# torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into any
-NO_MEMORY = "out of memory|can't allocate memory|not enough memory|size calculation overflowed|multiplication overflow"
+# torch's words if float32 cannot hold a number
+TOO_LARGE = "cannot be converted to type float without overflow"
+# torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into
+# any
+NO_MEMORY = ("out of memory|can't allocate memory|not enough memory|size calculation overflowed|"
+             "multiplication overflow")
 
 
 @contextlib.contextmanager
 def one_line_errors():
     """End a command with one sentence instead of a traceback if the input or the disk is at fault.
 
-    stdout and stderr accept any text: they write characters that their encoding lacks as escapes. If one of them is
-    closed (>&-), its text is lost, and the command continues."""
+    stdout and stderr accept any text: they write characters that their encoding lacks as escapes.
+    If one of them is closed (>&-), its text is lost, and the command continues."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:                      # so Python marks a closed one
@@ -146,26 +160,30 @@ def one_line_errors():
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:                     # the reader of the output has closed it, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python still flushes its buffer there
+    except BrokenPipeError:  # the reader of the output has closed it, as head does
+        # Python still flushes its buffer there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (ValueError, OSError, KeyboardInterrupt, RuntimeError, MemoryError, OverflowError) as e:
         why = (str(e) or "an allocation failed").splitlines()[0]
         if isinstance(e, OverflowError) or TOO_LARGE in why:
-            e = f"a number is too large ({why}): use smaller ones, such as --learning_rate or --attn_args"
-        elif isinstance(e, RuntimeError | MemoryError):                 # to explain: not enough memory
+            flags = "--learning_rate or --attn_args"
+            e = f"a number is too large ({why}): use smaller ones, such as {flags}"
+        elif isinstance(e, RuntimeError | MemoryError):  # to explain: not enough memory
             if isinstance(e, RuntimeError) and not re.search(NO_MEMORY, str(e)):
                 raise
             sizes = "--batch_size, --block_size or --lengths"
             e = f"there is not enough memory ({why}): use smaller sizes, such as {sizes}"
-        if os.environ.get("TRACEBACK"):         # TRACEBACK=1 python train.py ... prints the traceback
+        if os.environ.get("TRACEBACK"):  # TRACEBACK=1 python train.py ... prints the traceback
             raise
         stopped = isinstance(e, KeyboardInterrupt)
-        fail(Path(sys.argv[0]).name, "interrupted" if stopped else f"error: {e}", 130 if stopped else 1)
+        said, code = ("interrupted", 130) if stopped else (f"error: {e}", 1)
+        fail(Path(sys.argv[0]).name, said, code)
 
 
 def fail(command, message, code):
-    """End a command with one line on stderr, which names the rank unless it is the first, and an exit code."""
+    """End a command with one line on stderr, which names the rank unless it is the first, and an
+    exit code."""
     rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
     if sys.stderr:                              # None if it is closed
         print(f"{command}{rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)

@@ -1,9 +1,11 @@
 """Flags made from dataclasses, and their precedence.
 
-A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4 both work, -h lists
-every knob with its meaning, and a wrong flag or value ends with one line that names the valid ones.
+A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4
+both work, -h lists every knob with its meaning, and a wrong flag or value ends with one line that
+names the valid ones.
 
-Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which overrides the default.
+Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which
+overrides the default.
 """
 import argparse
 import dataclasses
@@ -17,15 +19,17 @@ from common import files
 
 
 def knob(default, meaning, choices=None, least=None, below=None, positional=False):
-    """A dataclass field that is also a flag: its default, its help text, and its valid values: `choices` if they are
-    few, or from `least` to `below`. A whole number is at least 0. positional: it is given without its name."""
+    """A dataclass field that is also a flag: its default, its help text, and its valid values:
+    `choices` if they are few, or from `least` to `below`. A whole number is at least 0. positional:
+    it is given without its name."""
     return dataclasses.field(default=default, metadata={
-        "help": meaning, "choices": choices, "least": least, "below": below, "positional": positional})
+        "help": meaning, "choices": choices, "least": least, "below": below,
+        "positional": positional})
 
 
 class Knobs:
-    """The base of dataclasses of knobs. It raises ValueError if a value is not among the valid ones, or if a number has
-    another type than its knob."""
+    """The base of dataclasses of knobs. It raises ValueError if a value is not among the valid
+    ones, or if a number has another type than its knob."""
 
     def __post_init__(self):
         types = get_type_hints(type(self))
@@ -33,40 +37,50 @@ class Knobs:
             name, value, kind = field.name, getattr(self, field.name), types[field.name]
             choices, least, below = (field.metadata[part] for part in ("choices", "least", "below"))
             if choices and value not in choices:
-                raise ValueError(f"--{name}={value} is not among {', '.join(choices)}{nearest(value, choices)}")
+                raise ValueError(f"--{name}={value} is not among "
+                                 f"{', '.join(choices)}{nearest(value, choices)}")
             if kind not in (int, float, int | None):
                 continue
             if isinstance(value, bool) or not isinstance(value, kind | int):
-                raise ValueError(f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number")
+                raise ValueError(f"--{name}={value!r} must be a "
+                                 f"{'whole ' * (kind is not float)}number")
             if kind is not float:
                 least, below = least or 0, below or 1 << 31
             if least is not None and not value >= least:
                 raise ValueError(f"--{name}={value} must be at least {least}")
             if below is not None and not value < below:
-                raise ValueError(f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}")
+                raise ValueError(f"--{name}={value} must be below "
+                                 f"{'2**31' if below == 1 << 31 else below}")
 
 
 def add_flags(parser, *groups, preset=None):
-    """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that presets and recipes can
-    decide. preset: {name: value} that replace defaults in the help, since a call without flags uses them."""
+    """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that
+    presets and recipes can decide. preset: {name: value} that replace defaults in the help, since a
+    call without flags uses them."""
     for group in groups:
-        section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])               # one sentence
+        # one sentence
+        section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])
         types = get_type_hints(group)
         for field in dataclasses.fields(group):
             # an axis has None by default: it lets the recipe decide
             kind = {int | None: int, str | None: str}.get(types[field.name], types[field.name])
-            reads = {"type": as_bool, "nargs": "?", "const": True} if kind is bool else {"type": kind}
+            reads = {"type": kind}
+            if kind is bool:
+                reads = {"type": as_bool, "nargs": "?", "const": True}
             name, metavar = f"--{field.name}", {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
             if field.metadata["positional"]:
-                name, metavar, reads = field.name, field.name, {"nargs": "?"}           # optional, with a default
-            choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")     # for argparse
+                # optional, with a default
+                name, metavar, reads = field.name, field.name, {"nargs": "?"}
+            # for argparse
+            choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")
             if choices and len(choices) <= 8:
                 metavar = None                  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
             default = (preset or {}).get(field.name, field.default)
             meaning += "" if default in (None, "") else f" ({shown(default)})"
-            section.add_argument(name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
+            section.add_argument(
+                name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
 
 
 def shown(value):
@@ -82,13 +96,15 @@ def as_bool(text):
 
 
 class Help(argparse.Action):
-    """-h shows the flags in parser.usual, and -h all shows every flag and the epilog. Without `usual`, -h is -h all."""
+    """-h shows the flags in parser.usual, and -h all shows every flag and the epilog. Without
+    `usual`, -h is -h all."""
 
     def __call__(self, parser, namespace, what, option=None):
         if what != "all" and parser.usual:
             for action in parser._actions:
                 action.help = action.help if action.dest in parser.usual else argparse.SUPPRESS
-            parser.epilog = f"{len(parser._actions) - 1} flags in all, and what each preset and recipe sets: -h all"
+            count = len(parser._actions) - 1
+            parser.epilog = f"{count} flags in all, and what each preset and recipe sets: -h all"
         parser.print_help()
         parser.exit()
 
@@ -100,14 +116,16 @@ def nearest(word, names):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line that names the valid flags. usual: flags of -h; empty: all."""
+    """An argument parser whose errors are one line that names the valid flags. usual: flags of -h;
+    empty: all."""
 
     def __init__(self, usual=(), **kwargs):
         wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
-        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]", formatter_class=wide, add_help=False,
-                         **kwargs)
+        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]",
+                         formatter_class=wide, add_help=False, **kwargs)
         self.usual = usual
-        self.add_argument("-h", "--help", nargs="?", choices=("all",), action=Help, help=argparse.SUPPRESS)
+        self.add_argument("-h", "--help", nargs="?", choices=("all",), action=Help,
+                          help=argparse.SUPPRESS)
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)
@@ -121,7 +139,8 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as e:
-            raise argparse.ArgumentError(action, e.message + nearest(value, action.choices)) from None
+            message = e.message + nearest(value, action.choices)
+            raise argparse.ArgumentError(action, message) from None
 
     def error(self, message):
         files.fail(self.prog, f"error: {message}", 2)
@@ -134,36 +153,41 @@ def given_flags(args, *groups):
 
 
 def fields_of(group, values):
-    """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another type than its field,
-    as in a damaged meta.json."""
+    """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another
+    type than its field, as in a damaged meta.json."""
     types = get_type_hints(group)
     found = {name: value for name, value in values.items() if name in types}
     for name, value in found.items():
         if not isinstance(value, types[name] | int if types[name] is float else types[name]):
             kind = getattr(types[name], "__name__", types[name])
-            raise ValueError(f"{name}={value!r} must be of type {kind}: restore the run's meta.json, or train it again")
+            raise ValueError(f"{name}={value!r} must be of type {kind}: restore the run's "
+                             "meta.json, or train it again")
     return found
 
 
 def with_recipe(base, given, recipes, axes):
-    """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides `base`, a preset or
-    the knobs of a stored run. axes: their names.
+    """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides
+    `base`, a preset or the knobs of a stored run. axes: their names.
 
-    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe, all --attn_args
-    and --layers are dropped. Axis values that the user had chosen in addition are kept. A given axis is written into
-    each layer of --layers."""
+    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe,
+    all --attn_args and --layers are dropped. Axis values that the user had chosen in addition are
+    kept. A given axis is written into each layer of --layers."""
     if "attn" in given:
         before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
-        base = {n: value for n, value in base.items() if n not in {*axes, "layers"} or before.get(n) != value}
+        of_recipe = {*axes, "layers"}
+        base = {n: value for n, value in base.items()
+                if n not in of_recipe or before.get(n) != value}
         base |= {"attn_args": ""} | recipes[given["attn"]]
     knobs = base | given
     if knobs.get("layers"):
-        knobs["layers"] = in_all_layers(knobs["layers"], {name: given[name] for name in axes if name in given})
+        given_axes = {name: given[name] for name in axes if name in given}
+        knobs["layers"] = in_all_layers(knobs["layers"], given_axes)
     return knobs
 
 
 def layers_of(text):
-    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not end a part."""
+    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not
+    end a part."""
     return re.split(r"\+(?!bias\b)", text)
 
 
@@ -173,5 +197,6 @@ def in_all_layers(text, axes):
     for part in layers_of(text):
         recipe, *pairs = part.split(",")
         own = dict(pair.split("=") for pair in pairs)
-        parts.append(",".join([recipe, *(f"{name}={value}" for name, value in (own | axes).items())]))
+        pairs = [f"{name}={value}" for name, value in (own | axes).items()]
+        parts.append(",".join([recipe, *pairs]))
     return "+".join(parts)

@@ -1,4 +1,5 @@
-"""The machine: device, precision, ranks, clock and memory, all that differs between a laptop, one GPU and many."""
+"""The machine: device, precision, ranks, clock and memory, all that differs between a laptop, one
+GPU and many."""
 import contextlib
 import ctypes
 import gc
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name contains
+# dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name
+# contains
 PEAK_TFLOPS = {
-    "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181, "L4": 121,
-    "A10G": 70, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
+    "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181,
+    "L4": 121, "A10G": 70, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
 }
 
 
@@ -35,10 +37,10 @@ class Machine:
         self.rank, self.local_rank, self.world = numbers
         if not 0 <= self.rank < self.world or self.local_rank < 0:
             words = " ".join(f"{name}={text}" for name, text in given.items())
-            raise ValueError(f"{words} name no rank, since RANK must be in 0..WORLD_SIZE-1: let torchrun set these "
-                             "variables, or unset them")
+            raise ValueError(f"{words} name no rank, since RANK must be in 0..WORLD_SIZE-1: let "
+                             "torchrun set these variables, or unset them")
         self.main = self.rank == 0              # the rank that prints and writes
-        if self.world > 1 or "STARTED_BY" in os.environ:                # by torchrun, or by an instrument
+        if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument
             end_with_parent()
         self.device = pick_device(device, self.local_rank)
         self.dtype = pick_dtype(dtype, self.device.type)
@@ -47,8 +49,9 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            # Imported later, their functions would keep the group as a default argument. The group's threads would then
-            # outlive close(), and now and then abort the process at its end.
+            # Imported later, their functions would keep the group as a default argument. The
+            # group's threads would then outlive close(), and now and then abort the process at its
+            # end.
             for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
                 importlib.import_module(name)
             check_launcher()
@@ -57,7 +60,8 @@ class Machine:
 
     def __str__(self):
         cuda = self.device.type == "cuda"
-        name = torch.cuda.get_device_name(self.device) if cuda else f"{torch.get_num_threads()} threads"
+        threads = f"{torch.get_num_threads()} threads"
+        name = torch.cuda.get_device_name(self.device) if cuda else threads
         precision = self.dtype if self.dtype == "float32" else f"{self.dtype} autocast"
         ranks = f"{self.world} rank{'s' * (self.world > 1)}"
         return f"{self.device} ({name}), {precision}, {ranks}, torch {torch.__version__}"
@@ -70,21 +74,15 @@ class Machine:
 
     def sum(self, *values):
         """Sums of Python numbers over all ranks."""
-        return values if self.world == 1 else self.sums(torch.tensor(values, dtype=torch.float64, device=self.device))()
-
-    def sums(self, values):
-        """Sums over all ranks of a tensor (n,), as a function: only its call waits, and for nothing later."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        if self.device.type != "cuda":
-            return values.tolist
-        copy, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()
-        copied.record()
-        return lambda: copied.synchronize() or copy.tolist()
+        if self.world == 1:
+            return values
+        values = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        return values.tolist()
 
     def mean(self, x):
-        """Mean of a tensor over all ranks. The gradient flows through each rank's own tensor only. Since ranks average
-        their gradients, the result is the gradient of the mean."""
+        """Mean of a tensor over all ranks. The gradient flows through each rank's own tensor only.
+        Since ranks average their gradients, the result is the gradient of the mean."""
         if self.world == 1:
             return x
         total = x.detach().clone()
@@ -105,21 +103,27 @@ class Machine:
 
     def close(self):
         if dist.is_initialized():
-            gc.collect()                        # sharding may still hold the group: its threads must end first
+            gc.collect()  # sharding may still hold the group: its threads must end first
             dist.destroy_process_group()
 
     def peak_flops(self):
-        """FLOP/s of dense products in this precision, from the device's data sheet; None if unknown."""
+        """FLOP/s of dense products in this precision, from the device's data sheet; None if
+        unknown."""
         cuda = self.device.type == "cuda" and self.dtype != "float32"
         name = torch.cuda.get_device_name(self.device) if cuda else ""
-        return next((1e12 * tera for words, tera in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+        for words, tera in PEAK_TFLOPS.items():
+            if re.search(rf"\b{words}\b", name):
+                return 1e12 * tera
+        return None
 
     def seconds(self, run):
-        """How long run() keeps the device busy. On CUDA by the device's own clock, after flushing the L2 cache."""
+        """How long run() keeps the device busy. On CUDA by the device's own clock, after flushing
+        the L2 cache."""
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # the device sleeps about 1 ms, so that Python queues the kernels first: launching is not timed
+            # the device sleeps about 1 ms, so that Python queues the kernels first: launching is
+            # not timed
             torch.cuda._sleep(2_000_000)
             start.record()
             run()
@@ -133,7 +137,8 @@ class Machine:
         return time.perf_counter() - started
 
     def race(self, cases, rounds):
-        """Median seconds of each case {name: function}. Cases take turns, so noise affects all alike."""
+        """Median seconds of each case {name: function}. Cases take turns, so noise affects all
+        alike."""
         seconds = {name: [] for name in cases}
         for _ in range(rounds + 2):             # the first two rounds warm up
             for name, run in cases.items():
@@ -141,8 +146,8 @@ class Machine:
         return {name: float(np.median(values[2:])) for name, values in seconds.items()}
 
     def peak_memory(self, run):
-        """Peak bytes of tensors during run(), without those that existed before. (On a CPU, an older tensor counts as
-        soon as an operation returns a view of it.)"""
+        """Peak bytes of tensors during run(), without those that existed before. (On a CPU, an
+        older tensor counts as soon as an operation returns a view of it.)"""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -154,9 +159,9 @@ class Machine:
 
 
 def end_with_parent():
-    """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would otherwise train on,
-    and write into the folder in which the next call of its parent trains. Raises ValueError if the instrument that
-    started this process has ended already."""
+    """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would
+    otherwise train on, and write into the folder in which the next call of its parent trains.
+    Raises ValueError if the instrument that started this process has ended already."""
     set_signal_of_parents_death = 1             # from prctl.h
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
@@ -165,20 +170,25 @@ def end_with_parent():
 
 
 def check_launcher():
-    """Raise ValueError if torchrun has ended, since the ranks would wait half an hour for each other."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":        # rank 0 opens the port itself, later
+    """Raise ValueError if torchrun has ended, since the ranks would wait half an hour for each
+    other."""
+    # rank 0 opens the port itself, later
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         socket.create_connection(place, timeout=30).close()
     except OSError as e:
-        raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it again") from None
+        raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it "
+                         "again") from None
 
 
 def pick_device(name, local_rank):
     """cuda, then mps, then cpu; each rank gets a GPU of its own."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+                     "cpu": True}
+        name = next(name for name in available if available[name])
     try:
         device = torch.device(name)
         if device.type not in ("cuda", "mps", "cpu"):
@@ -192,20 +202,22 @@ def pick_device(name, local_rank):
 
 
 def pick_dtype(name, device_type):
-    """bfloat16 where the hardware multiplies it faster, float16 on older GPUs, float32 elsewhere."""
+    """bfloat16 where the hardware multiplies it faster, float16 on older GPUs, float32
+    elsewhere."""
     if name != "auto":
         return name
     if device_type == "cuda":
         # without this flag torch also says yes to slow emulation of bfloat16 (a T4)
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-    if device_type == "cpu":                    # a processor without these instructions emulates bfloat16, slowly
-        return "bfloat16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "float32"
+    if device_type == "cpu":  # a processor without these instructions emulates bfloat16, slowly
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return "bfloat16" if fast else "float32"
     return "float32"
 
 
 def keep_freed_memory():
-    """Tell Linux's allocator to keep freed memory. Otherwise every large tensor of a CPU run costs a page fault per
-    4 KB, which took up to 40 % of attention's time."""
+    """Tell Linux's allocator to keep freed memory. Otherwise every large tensor of a CPU run costs
+    a page fault per 4 KB, which took up to 40 % of attention's time."""
     trim_threshold, mmap_threshold = -1, -3     # from malloc.h
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -215,19 +227,22 @@ def keep_freed_memory():
 
 def host_memory():
     """The bytes of this machine's memory; infinite on Windows, which lacks this call."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if not hasattr(os, "sysconf"):
+        return math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(size, what, advice):
-    """Raise ValueError if `size` bytes are more than this machine has. It must be called before they are needed, since
-    Linux promises any memory and later kills a process that uses it."""
+    """Raise ValueError if `size` bytes are more than this machine has. It must be called before
+    they are needed, since Linux promises any memory and later kills a process that uses it."""
     if size > host_memory():
-        raise ValueError(f"{what} {size / 1e9:,.1f} GB of memory, and this machine has {host_memory() / 1e9:,.1f} GB: "
-                         f"{advice}")
+        raise ValueError(f"{what} {size / 1e9:,.1f} GB of memory, and this machine has "
+                         f"{host_memory() / 1e9:,.1f} GB: {advice}")
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context that counts the bytes of live tensors: those that operations return, until they are freed."""
+    """A context that counts the bytes of live tensors: those that operations return, until they are
+    freed."""
 
     def __enter__(self):
         self.now, self.peak, self.known = 0, 0, set()
@@ -236,9 +251,10 @@ class LiveMemory(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         outputs = operation(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
-            # views share a storage, which is counted once
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known:
-                storage = tensor.untyped_storage()
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:                        # views share a storage
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)

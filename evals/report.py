@@ -8,23 +8,20 @@ from evals.probe import probe
 from evals.sample import as_ids, first_token
 
 
-def report(model, machine, folder, windows, batch_size, in_parts=False, docs=False):
+def report(model, machine, folder, windows, batch_size, docs=False):
     """Print the losses, then a first look at the attention and a sample, or in the sink lab five of its figures.
-    folder: that of the data set. in_parts: no rank can hold all weights, so the report ends after the losses. Returns
-    all figures as {name: value}. Every rank must call this, because the ranks share the windows of the losses. Only the
-    main rank prints; the others get {}."""
+    folder: that of the data set. Returns all figures as {name: value}. Every rank must call this,
+    because the ranks share the windows of the losses. Only the main rank prints; the others get {}."""
     model.eval()                                # no dropout: nothing is trained after this
     data_meta = tokens.read_meta(folder, verify=False)      # the run has read all of it by now
     splits = {name: tokens.Tokens(folder, name, docs) for name in ("train", "val")}
-    losses = {name: mean_loss(model, split, machine, windows, batch_size, share=not in_parts)
+    losses = {name: mean_loss(model, split, machine, windows, batch_size)
               for name, split in splits.items()}
     if not machine.main:                        # the main rank does the rest alone
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
     columns = 2 + (rows[0][2] is not None)      # tokens that are not text have no bytes
     print(table([row[:columns] for row in rows], ["split", "loss", "bits per byte"][:columns]) + "\n")
-    if in_parts:
-        return losses
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
         print(with_meanings({name: found[name] for name in [*IN_THE_LAB][:5] if name in found}, IN_THE_LAB))

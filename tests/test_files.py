@@ -1,11 +1,9 @@
 """Files of any content: they are never half written, and a damaged or malicious one ends a command in one line. Nothing
 in them is executed, and no name in them leads to another folder."""
 import gzip
-import io
 import json
 import math
 import os
-import pickle
 import runpy
 import shutil
 import sys
@@ -56,19 +54,17 @@ def test_too_little_memory_is_reported_in_one_line_and_an_error_raised_with_trac
 NEW = "--max_iters=1 --device=cpu"
 LOSS, LORA_LOSS = (f"eval.py loss --device=cpu --windows=2 --out_dir={run}" for run in ("run", "lora"))
 FOX_LOSS, TOY_LOSS = f"{LOSS} --dataset=./data/fox", "eval.py loss --device=cpu --out_dir=toy_run --dataset=stdlib"
-RESUME, PARTS = (f"train.py --init_from=resume --max_iters=9 --out_dir={run}" for run in ("run", "parts"))
-JOIN = "common/shards.py parts/sharded_ckpt/2 parts/ckpt.pt"
+RESUME = "train.py --init_from=resume --max_iters=9 --out_dir=run"
 SAMPLE = "eval.py sample --device=cpu --tokens=2 --out_dir=toy_run"
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory, elastic_run, toy_run, data):
-    """A folder with finished runs: whole, in parts, in a public tokenizer, and an adapter on its base."""
+    """A folder with finished runs: one of bytes, one in a public tokenizer, and an adapter on its base."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(elastic_run, home / "run")
     shutil.copytree(toy_run, home / "toy_run")
     shutil.copytree(data, home / "data" / "fox")
-    train_here(f"--dataset={data}", f"--out_dir={home / 'parts'}", "--sharded_ckpt=1", "--max_iters=2")
     train_here(f"--init_from={home / 'run'}", f"--out_dir={home / 'lora'}", "--train_only=lora", "--eval_iters=1",
                "--batch_size=2", *NEW.split())
     entries(base=meta(home / "lora")["base"] | {"path": "run"})(home / "lora" / "meta.json")            # of each copy
@@ -103,35 +99,10 @@ class Attack:
         return os.system, ("touch EVIL",)
 
 
-def parts(change):
-    """A checkpoint in parts, after change(its metadata, its folder)."""
-    def do(path):
-        metadata = pickle.loads(path.read_bytes())
-        change(metadata, path.parent)
-        path.write_bytes(pickle.dumps(metadata))
-    return do
-
-
-def attack_step(metadata, folder):
-    """Replace the number of the step, which is stored in a part, by an attack."""
-    place = next(place for index, place in metadata.storage_data.items() if index.fqn == "step")
-    attack = io.BytesIO()
-    torch.save(Attack(), attack)
-    place.offset, place.length = (folder / place.relative_path).stat().st_size, attack.tell()
-    with open(folder / place.relative_path, "ab") as f:
-        f.write(attack.getvalue())
-
-
-def move_parts(metadata, folder):
-    for place in metadata.storage_data.values():
-        place.relative_path = "../../../parts/sharded_ckpt/2/" + place.relative_path
-
-
 KINDS = {                                       # tensors that no checkpoint of ours holds
     "sparse": torch.Tensor.to_sparse, "int": torch.Tensor.int, "meta": lambda t: t.to("meta"),
     "nested": lambda t: torch.nested.nested_tensor([t, t]), "scalar": lambda t: torch.tensor(1.0),
-    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
-    "expanded": lambda t: torch.zeros(1, 1).expand(t.shape)}
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged)}
 IDS, NAME = "not written by train.py", "must be a plain name"
 DAMAGED = [                                     # (file, what is done to it, command, its one line)
     *(("toy_run/meta.json", entries(tokenizer=name), TOY_LOSS, NAME) for name in ("../../evil", "", "*", "\ud800")),
@@ -148,21 +119,15 @@ DAMAGED = [                                     # (file, what is done to it, com
     *(("run/ckpt.pt", tensors(kind), LOSS, "other than dense tensors|is .. in the checkpoint|not a readable")
       for kind in KINDS.values()),
     *(("run/ckpt.pt", tensors(KINDS[kind], optimizer=True), RESUME, "optimizer state does not fit")
-      for kind in ("sparse", "meta", "expanded", "scalar")),
+      for kind in ("sparse", "meta", "scalar")),
     *(("lora/ckpt.pt", tensors(KINDS[kind]), LORA_LOSS, "other than dense|does not fit its base")
       for kind in ("sparse", "scalar")),
     *((path, pipe, command, f"{Path(path).name} is not a regular file") for path, command in (
         ("run/ckpt.pt", LOSS), ("run/log.csv", RESUME), ("run/meta.json", LOSS), ("data/fox/val.bin", FOX_LOSS),
-        ("toy_run/tokenizer.json", SAMPLE), ("parts/sharded_ckpt/2/.metadata", PARTS),
-        ("parts/sharded_ckpt/2/__0_0.distcp", PARTS))),
-    *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is not a readable checkpoint")
-      for command in (PARTS, JOIN) for change in (
-          lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
-    *((f"parts/sharded_ckpt/2/{name}", lambda path, share=share: os.truncate(path, path.stat().st_size // share),
-       PARTS, "not a readable checkpoint")
-      for name in (".metadata", "__0_0.distcp") for share in (2, 10 ** 9)),
-    ("parts/meta.json", lambda path: path.write_text(path.read_text().replace('"n_embd": 16', '"n_embd": 32')), PARTS,
-     "not a readable checkpoint"),                 # the parts are those of another model
+        ("toy_run/tokenizer.json", SAMPLE))),
+    ("run/ckpt.pt", lambda path: torch.save({"model": Attack()}, path), LOSS, "not a readable checkpoint"),
+    *(("run/ckpt.pt", lambda path, share=share: os.truncate(path, path.stat().st_size // share), RESUME,
+       "not a readable checkpoint") for share in (2, 10 ** 9)),
     *((name, lambda path: path.write_bytes(gzip.compress(b"x" * 2_000_000)),
        f"data/text.py --out_dir=out --tokenizer=bytes --source={name}", "(longer|more) than 1,000 bytes")
       for name in ("long.jsonl.gz", "long.txt.gz"))]

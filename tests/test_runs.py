@@ -1,8 +1,7 @@
-"""common/runs.py: earlier runs are kept, the newest checkpoint counts, a full disk loses nothing, one run a folder."""
+"""common/runs.py: earlier runs are kept, a full disk loses nothing, one run a folder."""
 import multiprocessing
 import os
 import resource
-import shutil
 import socket
 from functools import partial
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train as train_script
-from common.runs import Run, last_checkpoint, output_of
+from common.runs import Run, output_of
 
 MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
 GONE, HERE = 1 << 22, socket.gethostname()      # no process has this id
@@ -34,7 +33,7 @@ def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(t
     assert {path.name for path in folder.iterdir()} == kept
 
 
-@pytest.mark.parametrize("name", ["lock", "old", "sharded_ckpt"])
+@pytest.mark.parametrize("name", ["lock", "old"])
 def test_a_run_follows_no_link_out_of_its_folder(name, copy, tmp_path, elastic_run, capsys):
     (tmp_path / "target/mine").mkdir(parents=True)
     (copy / name).symlink_to(tmp_path / "target")
@@ -109,20 +108,6 @@ def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped
     run.log_csv.write_text(text := text[:len(text) - cut])
     whole = rows[:max(0, text.count("\n") - 1)]
     assert run.rows_until(9 + last) == [row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last]
-
-
-def test_the_newest_complete_checkpoint_counts(copy):
-    """Parts without .metadata are incomplete. ckpt.pt is of step 8. tests/test_shards.py has both of the same step."""
-    for name in ("7/.metadata", "9/.metadata", "10/.metadata", "11/__0_0.distcp", "12 copy/.metadata"):
-        (copy / "sharded_ckpt" / name).parent.mkdir(parents=True)
-        (copy / "sharded_ckpt" / name).touch()
-    for step in ("10", "9"):
-        assert last_checkpoint(copy).name == step
-        shutil.rmtree(copy / "sharded_ckpt" / step)
-    assert last_checkpoint(copy) == copy / "ckpt.pt"
-    shutil.rmtree(copy / "sharded_ckpt")
-    (copy / "ckpt.pt").unlink()
-    assert last_checkpoint(copy) is None
 
 
 def test_a_script_that_fails_says_why():

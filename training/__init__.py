@@ -1,1 +1,2 @@
-"""What train.py does around its loop. All of it uses the model. Code that others need as well is in common/."""
+"""What train.py does around its loop. All of it uses the model. Code that others need as well is in
+common/."""
