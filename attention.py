@@ -599,7 +599,7 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
-    # the attention of GPT-OSS: a learned sink, and a window in every second layer
+    # GPT-OSS: a learned score of the sink, and a window in every second layer
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, one minus the other; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
