@@ -46,7 +46,7 @@ from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size, hidden_width
-from training.balance import check_balance, expert_loss, losses
+from training.balance import check_balance, losses
 from training.presets import PRESETS, default_out_dir, presets_and_recipes, settle_knobs
 from training.weights import (
     PROJECTIONS, gather, is_sharded, load_optimizer, num_trained, resume, shard, take_weights,
@@ -84,10 +84,7 @@ class Train(Knobs):
         16, "largest number of sequences per forward pass on one device", least=1)
     gradient_accumulation_steps: int = knob(
         1, "sequences per step, over all ranks, as a multiple of batch_size", least=1)
-    # AdamW or Muon, with linear warm-up and cosine decay
-    optimizer: str = knob("adamw", "muon: Muon on the matrices of linear layers in the blocks, "
-                                   "AdamW on the rest",
-                          ("adamw", "muon"))
+    # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
     head_lr: float = knob(
         1.0, "factor on the learning rate of parameters outside linear layers, such as tau",
@@ -111,11 +108,6 @@ class Train(Knobs):
     balance_shared: float = knob(
         0.2, "fraction of the other heads, the most important ones, that the loss excludes",
         least=0, below=1)
-    expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of "
-                                      "--mlp=moe, which is 1 in each layer with an even load; 0.01 "
-                                      "is usual. Like head_balance, it balances the sequences that "
-                                      "all ranks read at once, so it depends on batch_size x ranks",
-                                  least=0)
     # evaluations and checkpoints
     eval_interval: int = knob(
         250, "steps between evaluations; each also saves a checkpoint", least=1)
@@ -137,8 +129,6 @@ class Train(Knobs):
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so "
                              "the rest must come from a run: name it with --init_from")
-        if self.optimizer == "muon" and self.shard:
-            raise ValueError("--optimizer=muon needs whole matrices: leave out --shard")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} "
                              "must be numbers, the first above 0")
@@ -267,8 +257,7 @@ class Training:
         self.running = self.distribute()
 
         self.optimizer = self.model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr,
-            knobs.optimizer)
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
         # keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
         if checkpoint:
@@ -285,7 +274,7 @@ class Training:
         check_size(self.config, 4 if all_in_one else 1)
         self.model = model = GPT(self.config, knobs.seed)
         train_only(model, knobs)
-        balances = knobs.head_balance or knobs.expert_balance or model.penalized
+        balances = knobs.head_balance or model.penalized
         self.run = Run(knobs.out_dir, machine, ("balance",) if balances else ())
         if stored and self.run.checkpoint.exists():     # else it was killed before its first one
             return resume(model, self.run.checkpoint, stored)
@@ -358,7 +347,7 @@ class Training:
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
                     with machine.autocast():    # products in 16 bits if fast, sums in float32
                         loss, balance = losses(running, x, y, knobs, machine, *starts)
-                        balance = balance + expert_loss(model, knobs, machine) + model.penalty()
+                        balance = balance + model.penalty()
                     share = len(x) * machine.world / batches.total
                     scaler.scale((loss + balance) * share).backward()
                     sums += torch.stack([loss.detach(), balance.detach()]) * share
@@ -466,8 +455,6 @@ def introduce(training, data):
     axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
             if name in ("rule", "pos") or getattr(config, name) != default]
     tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
-    active = training.model.num_params(active=True) / 1e6
-    used = f", {active:.2f}M of them active" if config.mlp == "moe" else ""
     part = f" ({training.meta['trained']:,} of them trained)" if "trained" in training.meta else ""
     recipe = f"--attn={config.attn} ({', '.join(axes)})"
     if config.layers:
@@ -475,11 +462,10 @@ def introduce(training, data):
     size = f"{training.meta['parameters'] / 1e6:.2f}M parameters"
     packed = " in packed documents" if knobs.docs else ""
     begun = f" from step {first}" if first else ""
-    by = " by Muon" if knobs.optimizer == "muon" else ""
-    print(f"model: {size}{used}{part}, {recipe}, computed by {training.kernel}\n"
+    print(f"model: {size}{part}, {recipe}, computed by {training.kernel}\n"
           f"machine: {training.machine}\n"
           f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{packed}; "
-          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{begun}{by}; "
+          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{begun}; "
           f"run: {knobs.out_dir}", flush=True)
 
 
@@ -523,17 +509,14 @@ def memory_of_a_step(model, config, knobs):
     """{part: bytes} of one process during a training step; an estimate, exact but for the
     activations.
 
-    Weights, gradients and AdamW's two averages (Muon's one) are float32. Of each token, a block
+    Weights, gradients and AdamW's two averages are float32. Of each token, a block
     keeps for its backward pass about 10 vectors of width C, of which 4 stay float32 under autocast,
     and 2 as wide as the MLP (4 with swiglu). Three times the logits are in float32. Attention is
     assumed to be fused, as softmax's; other recipes keep up to four times as much a block. In 16
     bits, autocast also has a copy of the weights. Not counted: dropout's masks, evaluation,
     exchange between processes."""
     size = 4 if knobs.dtype == "float32" else 2  # bytes of a number; auto: as on a GPU
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = model.configure_optimizers(0.0, 0.0, (0.0, 0.0), optimizer=knobs.optimizer)
-    averages = sum((1 + ("betas" in group)) * sum(p.nbytes for p in group["params"])
-                   for group in optimizer.param_groups)
+    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     hidden = (4 if config.mlp == "swiglu" else 2) * hidden_width(config)
     block = (16 + 6 * size) * config.n_embd + size * hidden             # bytes of a token
     tokens_at_once = knobs.batch_size * config.block_size
@@ -541,8 +524,7 @@ def memory_of_a_step(model, config, knobs):
     if size == 2:
         activations += 2 * model.num_params()
     return {"weights": sum(p.nbytes for p in model.parameters()),
-            "gradients": sum(p.nbytes for p in trained),
-            "optimizer": averages, "activations": activations}
+            "gradients": gradients, "optimizer": 2 * gradients, "activations": activations}
 
 
 def dry_run(knobs, config, plan):
@@ -598,7 +580,7 @@ def main(argv):
             if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
                 raise ValueError(reason)
             if knobs.docs:
-                mixers.MIXERS[kind.mixer].check_packs(kind)
+                mixers.check_packs(kind)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
         before = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
         if stored:

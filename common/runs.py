@@ -266,6 +266,13 @@ def write_converted(folder, meta, weights, tokenizer):
 # ------------------------------------------------------------------------------------------ reading
 
 
+# {knob: a pattern of its values that only earlier versions know}
+GONE = {
+    "attn": "fox", "layers": r".*(\bfox\b|forget=sigmoid).*", "forget": "sigmoid",
+    "mlp": "moe", "norm_place": "parallel", "rope_share": r"(?!1(\.0)?$).*",
+    "rope_scaling": "yarn:.*", "optimizer": "muon", "sharded_ckpt": "True"}
+
+
 def read_run(out_dir):
     """(meta.json, path of the checkpoint) of a run, named by its folder or by its ckpt.pt."""
     out_dir = Path(out_dir)
@@ -286,6 +293,11 @@ def read_run(out_dir):
                     for token in [*full["ends"], full["separator"]])):
         raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, "
                          "or others): restore it, or train the run again")
+    for name, values in GONE.items():           # a run of this version lacks some of these knobs
+        value = meta["knobs"].get(name)
+        if value is not None and re.fullmatch(values, str(value)):
+            raise ValueError(f"{out_dir} was trained with {name}={value}, which this version does "
+                             "not have: git checkout 55b941e, the last commit that reads this run")
     return meta, out_dir / "ckpt.pt"
 
 

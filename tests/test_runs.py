@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train as train_script
-from common.runs import Run, output_of
+from common import files
+from common.runs import Run, output_of, read_run
 
 MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
 GONE, HERE = 1 << 22, socket.gethostname()      # no process has this id
@@ -31,6 +32,23 @@ def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(t
         kept |= set() if own and kind == "file" else {path.name}
     Run(folder, MACHINE).begin({})
     assert {path.name for path in folder.iterdir()} == kept
+
+
+USUAL = {"rope_share": 1.0, "n_expert": 8, "n_active": 2, "expert_balance": 0.0, "optimizer": "adamw",
+         "sharded_ckpt": False}                 # in each run of an earlier version
+
+
+def test_a_run_of_an_earlier_version_is_read_unless_it_has_what_is_gone(copy):
+    meta = read_run(copy)[0]
+    for name, value in (
+            ("attn", "fox"), ("layers", "softmax*2+fox"), ("layers", "lazy,forget=sigmoid"), ("forget", "sigmoid"),
+            ("mlp", "moe"), ("norm_place", "parallel"), ("rope_share", 0.25), ("rope_scaling", "yarn:8,4,1,8"),
+            ("optimizer", "muon"), ("sharded_ckpt", True)):
+        files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL | {name: value}})
+        with pytest.raises(ValueError, match=f"was trained with {name}=.*git checkout 55b941e"):
+            read_run(copy)
+    files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL})
+    train_here(f"--out_dir={copy}", "--init_from=resume", "--max_iters=9")
 
 
 @pytest.mark.parametrize("name", ["lock", "old"])

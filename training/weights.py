@@ -103,15 +103,14 @@ def load_optimizer(optimizer, stored):
     Raises ValueError if the state is not that of these weights: a fused step would write beyond
     it."""
     groups, state = optimizer.state_dict()["param_groups"], {}
-    weights = ((p, group) for group in optimizer.param_groups for p in group["params"])
-    weights = dict(enumerate(weights))          # as torch numbers them, through all groups
+    # as torch numbers them, through all groups
+    weights = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     try:
         numbers = [group["params"] for group in groups]
         fits = numbers == [group["params"] for group in stored["param_groups"]]
         for i, averages in stored["state"].items():  # without those that had no gradient so far
-            p, group = weights[i]
-            adamw = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-            shapes = adamw if "betas" in group else {"momentum_buffer": p.shape}
+            p = weights[i]
+            shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
             fits = fits and {name: x.shape for name, x in averages.items()} == shapes
             if fits:
                 state[i] = {name: copy_like(p, x) for name, x in averages.items()}
