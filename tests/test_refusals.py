@@ -355,7 +355,7 @@ def damaged_file(draw, path):
 
 
 OF_A_RUN = [f"eval.py {look} --device=cpu --out_dir=RUN" for look in (
-    "loss --windows=2", "loss --attn=softmax1", "probe --windows=2", "params", "sample --tokens=3", "compare")]
+    "loss --windows=2", "loss --attn=softmax1", "probe --windows=2", "params", "sample --tokens=3")]
 OF_A_RUN += ["train.py --init_from=resume --out_dir=RUN --max_iters=3", "data/weights.py export RUN out",
              "train.py --init_from=RUN --out_dir=out --max_iters=1 --dataset={data} --device=cpu",
              "train.py --init_from=RUN --out_dir=out --max_iters=1 --dataset={data} --device=cpu --train_only=lora",
@@ -367,7 +367,8 @@ OF_PAGES = ("data/fineweb_edu.py --tokenizer=bytes --source={pages}/some.jsonl -
 READERS = {                                     # {a file: command lines that read it}
     **{f"{run}/{name}": [line.replace("RUN", run) for line in OF_A_RUN]
        for run in ("{run}", "{focus}", "{pair}/base", "{pair}/lora") for name in ("ckpt.pt", "meta.json")},
-    "{run}/log.csv": ["train.py --init_from=resume --out_dir={run} --max_iters=9", "eval.py compare --out_dir={run}"],
+    "{run}/log.csv": ["train.py --init_from=resume --out_dir={run} --max_iters=9",
+                      "eval.py loss --windows=2 --png=out --out_dir={run}"],
     **{f"{{data}}/{name}": OF_DATA for name in ("train.bin", "val.bin", "meta.json")},
     **{f"{{{model}}}/{name}": [f"data/weights.py {{{model}}} --out=out"] for model in ("llama", "gpt2")
        for name in ("config.json", "model.safetensors", "tokenizer.json")},
@@ -461,7 +462,7 @@ SAYS = [                                        # (how a line begins, exit code,
     {llama}/model.safetensors --out=out => name its folder; export {llama_run} {llama} => exists and is not empty;
     {llama} --out={llama} => name another one; {llama} --out={run} => holds a run that was trained""")]
 LOSS, RESUME = "eval.py loss --out_dir={run}", "train.py --init_from=resume --max_iters=9 --out_dir={run}"
-TEXT, COMPARE = "data/text.py --out_dir=out --tokenizer=bytes", "eval.py compare --out_dir={run},{copy}"
+TEXT = "data/text.py --out_dir=out --tokenizer=bytes"
 AFTER = [                                       # (a command line, rows: what the error says, events before it)
     ("train.py {new} --kernel=triton", [("needs triton", lambda patch: patch.setattr(kernels, "AVAILABLE", False))]),
     ("train.py {new}", [
@@ -505,10 +506,12 @@ AFTER = [                                       # (a command line, rows: what th
             ("lora", "does not fit.*c_pr", lambda found: found["model"].pop("transformer.h.1.attn.c_proj.lora_b")),
             ("lora", "does not fit.*h.7.tau", lambda found: found["model"].update({"h.7.tau": torch.ones(2)}))))
     ]) for how in (LOSS, RESUME)),
-    (COMPARE, [(f"{says}.*give --anyway", event, removed("run/ckpt.pt")) for says, event in (   # before a run is read
-        ("tokens trained on: 512 and 256", edited("copy/meta.json", lambda m: m["knobs"].update(batch_size=2))),
-        ("training data .hash.", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
-        ("budget are unknown", edited("copy/meta.json", lambda m: m.pop("data_hash"))))]),
+    ("eval.py loss --out_dir={run},{copy}", [(says, event, removed("run/ckpt.pt")) for says, event in (     # unread
+        ("training data.*: .* and 0.*--dataset", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
+        ("block_size: 16 and 8.*--length", edited("copy/meta.json", lambda m: m["knobs"].update(block_size=8))))]),
+    ("eval.py loss --out_dir={run} --png=out --windows=2", [
+        ("log.csv is damaged.*--png", written("run/log.csv", "step,val_loss\n4,x\n")),
+        ("no curve.*--png", removed("run/log.csv"))]),
     *((f"{TEXT} --source={name}", [(f"{name}.*{says}", written(name, content))]) for name, says, content in (
         ("blank.txt", "is empty", " \n"), ("binary.bin", "not text", b"\x7fELF\0\1"), ("a.txt", "not text", b"\xe9"),
         ("line.jsonl", "line 2", '{"text": "a"}\n{"text": \n'), ("one.txt", "too few to hold out", "x"),
