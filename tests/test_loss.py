@@ -70,7 +70,8 @@ def numbers(attn="softmax", loss=2.0, **knobs):
 
 def test_runs_with_the_same_knobs_are_one_group_named_with_those_that_differ_and_the_recipe_does_not_set():
     found = [numbers(loss=9.0, window=0), numbers(loss=1.0, window=0), numbers(loss=3.0, window=4),
-             numbers("lazy", loss=6.0, rule="elastic", gate="head", window=0), numbers("elastic", loss=7.0, window=0, n_embd=64)]
+             numbers("lazy", loss=6.0, rule="elastic", gate="head", window=0),
+             numbers("elastic", loss=7.0, window=0, n_embd=64)]
     assert {label: len(group) for label, group in groups_of(dict(enumerate(found))).items()} == {
         "softmax --window=4": 1, "softmax": 2, "lazy --gate=head": 1, "elastic --n_embd=64": 1}
 
