@@ -522,15 +522,13 @@ class GPT(nn.Module):
         return [{} for _ in self.transformer.h]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, use_cache=True,
-                 stop=()):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, seed=None, use_cache=True, stop=()):
         """Continue idx (B, T) by at most max_new_tokens, one token at a time. Returns prompt and continuation.
 
-        temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens, top_p only the fewest whose
-        probabilities sum to p. A row that has drawn an id in `stop` repeats that id, and generation ends early when all
-        rows have stopped. With relative positions the context grows without limit. With absolute ones, a context longer
-        than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on
-        an empty prompt or unknown id."""
+        temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens. A row that has drawn an id in
+        `stop` repeats that id, and generation ends early when all rows have stopped. With relative positions the
+        context grows without limit. With absolute ones, a context longer than block_size is cropped to its last
+        block_size tokens and read without a cache. Raises ValueError on an empty prompt or unknown id."""
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training
@@ -548,7 +546,7 @@ class GPT(nn.Module):
             else:                               # the whole prompt, or the newest token, which the cache lacks
                 context = idx[:, -1:] if cache and cache[0] else idx
             logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
-            new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
+            new = pick(logits, temperature, top_k, generator)           # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
             if len(stop):                       # only then, because all() waits for the GPU
                 ended = torch.isin(idx[:, -1:], stop)
@@ -558,7 +556,7 @@ class GPT(nn.Module):
         return idx
 
 
-def pick(logits, temperature, top_k, top_p, generator):
+def pick(logits, temperature, top_k, generator):
     """Draw one token id (B, 1) from logits (B, V). generator: None for torch's own."""
     if temperature < 1e-9:                      # 0, or so small that the division below would overflow
         return logits.argmax(-1, keepdim=True)
@@ -566,12 +564,7 @@ def pick(logits, temperature, top_k, top_p, generator):
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                # (B, 1); ties with it are kept
         logits = logits.masked_fill(logits < least, -math.inf)
-    probs = F.softmax(logits, -1)
-    if top_p:
-        ordered, order = probs.sort(-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p                  # likelier tokens already sum to p
-        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back in the order of ids
-    return torch.multinomial(probs, 1, generator=generator)             # normalises the rest by itself
+    return torch.multinomial(F.softmax(logits, -1), 1, generator=generator)
 
 
 def check_size(config, copies):

@@ -188,11 +188,9 @@ def main(argv):
         meta = convert(name, path, origin, out, public)
         source = meta["source"]
         tuned = ", instruction-tuned" if source["instruction_tuned"] else ""
-        chat = tuned and b"<|im_start|>" in (coders.content_of(out) or b"")             # format of sample --chat
-        asked = ' --chat --prompt="Why is the sky blue?"' if chat else ""
         print(f"{out}: {source['name']}, {meta['parameters'] / 1e6:.0f}M parameters from weights in "
               f"{source['precision']}{tuned}; licence: {source['licence'] or 'not stated'}\n"
-              f"next:  python eval.py sample --out_dir={out}{asked}\n"
+              f"next:  python eval.py sample --out_dir={out}\n"
               f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
 
 

@@ -263,7 +263,7 @@ BORDERS = {
     "train.py {new} --attn=k_bias": "attn_args=bias_dims 9 8, attn_args=bias_dims 1.7 1",
     "train.py {new} --attn=softmax --head_balance=0.1 --n_layer=2": "balance_skip 1 0",
     "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0, windows -2 -1",
-    "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k top_p -1 0",
+    "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k -1 0",
     "eval.py heads --out_dir=x": "local windows 0 1, prune 101 100, prune -1 0",
     "eval.py speed": "memory lengths widths 0 1"}
 
@@ -445,7 +445,7 @@ SAYS = [                                        # (how a line begins, exit code,
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
     scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
     loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>; board --also=x => choose from steps, .*words;
+    board --also=x => choose from steps, .*words;
     board --also=words --books=no => texts, and no is none; board --train_args=--n_layer=1 => a folder of their own;
     board --rates=1 => choose from 3e-4"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
