@@ -27,6 +27,7 @@ MEASURES = {                                    # name: its meaning, printed und
 }
 KEPT = "share of distant pairs, {window} apart or more, with a common group among the {k} largest of each (table 7)"
 MOST = 4                                        # the largest of these k
+LISTED = 8                                      # the most frequent tokens of each group, and the longest pairs
 
 
 @dataclass
@@ -34,16 +35,12 @@ class Groups(Windows):
     """Flags of groups"""
     windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window", least=1)
     against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
-    layer: int = knob(-1, "layer whose groups are listed, from 0; -1: the one with the most even groups", least=-1)
-    top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs", least=1)
 
 
 def command(args, run):
     """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
     check(run)
     T, config = run.window(args.length), run.model.config
-    if args.layer >= config.n_layer:
-        raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
     seen = look(args, run, T)
     layers, K = [layer.numbers for layer in seen], seen[0].groups
     if args.against:
@@ -55,10 +52,10 @@ def command(args, run):
                              f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model")
         for layer, one, another in zip(layers, seen, look(args, other, T), strict=True):
             layer["stability"] = agreement(one.own, another.own, K)
-    shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in layers]))
+    shown = int(np.argmax([layer["evenness"] for layer in layers]))
     numbers = run.reads(args.split, len(seen[0].own), T) | {
         "groups": K, "window": seen[0].local, "topk": config.topk, "against": args.against,
-        "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
+        "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer)}
     return numbers, in_words(numbers)
 
 
@@ -136,20 +133,20 @@ def mean_of(layers):
     return mean | {"kept": {k: None if None in shares else float(np.mean(shares)) for k, shares in kept.items()}}
 
 
-def spelled_out(seen, layer, tokenizer, top):
+def spelled_out(seen, layer, tokenizer):
     """The texts of a layer's groups. "tokens": the most frequent ones of each group, [[text, count, share of the text's
     occurrences that are in this group]]. "passage", "pairs": the groups and the longest pairs of the first window."""
     own, ids, common = seen.own.ravel(), seen.ids.ravel(), []
     everywhere, spelling = np.bincount(ids), functools.cache(lambda i: tokenizer.decode([int(i)]))
     for group in range(seen.groups):
         counts = np.bincount(ids[own == group], minlength=len(everywhere))
-        best = [i for i in counts.argsort(kind="stable")[::-1][:top] if counts[i]]
+        best = [i for i in counts.argsort(kind="stable")[::-1][:LISTED] if counts[i]]
         common.append([[spelling(i), int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
-    pairs = longest_pairs([spelling(i) for i in seen.ids[0]], seen.passage, seen.local, top)
+    pairs = longest_pairs([spelling(i) for i in seen.ids[0]], seen.passage, seen.local)
     return {"layer": layer, "tokens": common, "passage": seen.own[0].tolist(), "pairs": pairs}
 
 
-def longest_pairs(texts, g, local, top):
+def longest_pairs(texts, g, local):
     """The pairs of a passage that share a group and are farthest apart, longest first. Groups take turns, and a text
     appears in one pair only. Otherwise all pairs would contain the tokens at both ends. If tokens are words, only whole
     words of three letters or more count.
@@ -161,7 +158,7 @@ def longest_pairs(texts, g, local, top):
     pairs = sorted(((j - i, i, j) for i, j in itertools.combinations(places, 2)
                     if own[i] == own[j] and j - i >= local and texts[i].lower() != texts[j].lower()), reverse=True)
     found, used, turns = [], set(), dict.fromkeys(own, 0)
-    while pairs and len(found) < top:
+    while pairs and len(found) < LISTED:
         turn = min(turns[own[i]] for _, i, _ in pairs)
         distance, i, j = next(pair for pair in pairs if turns[own[pair[1]]] == turn)
         found.append({"one": texts[i], "at": i, "other": texts[j], "to": j, "distance": distance,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
-from evals.likelihood import Request, generated, listen, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
@@ -48,17 +48,18 @@ class Passkey(Knobs):
                             "up to the number of the model's positions")
     trials: int = knob(100, "prompts of each length", least=1)
     seed: int = knob(0, "seed of the keys and their places")
-    bos: bool = knob(False, "begin each prompt with the tokenizer's separator")
     batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens",
                            least=1)
 
 
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
-    coder, usual = text_tokenizer(run), [length for length in range(500, 4001, 500) if length <= run.positions]
+    coder, usual = run.tokenizer, [length for length in range(500, 4001, 500) if length <= run.positions]
+    if coder.name == "numbers":
+        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run trained on text")
     lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
     run.check_positions(lengths[-1], "lengths")
-    trials = {length: [make_trial(coder, length, number, args.seed, args.bos)
+    trials = {length: [make_trial(coder, length, number, args.seed)
                        for number in progress(range(args.trials), run.machine.main)] for length in lengths}
     found = {}
     for length in reversed(lengths):            # the longest first: what does not fit into memory fails at once
@@ -85,13 +86,13 @@ class Trial(NamedTuple):
     wrong: tuple                                # another key with as many tokens
 
 
-def make_trial(coder, length, number, seed=0, bos=False):
+def make_trial(coder, length, number, seed=0):
     """The trial of this number: as much garbage as fits, with the key at a random depth."""
     dice = np.random.default_rng([seed, length, number])
     key, depth = int(dice.integers(1, LARGEST + 1)), float(dice.random())
 
     def ids(garbage, more=""):
-        return (*([coder.separator] if bos else []), *coder.encode(prompt_text(key, garbage, depth) + more).tolist())
+        return tuple(coder.encode(prompt_text(key, garbage, depth) + more).tolist())
 
     # the number of tokens grows almost monotonically with the characters, so bisection finds the limit
     room, least = length - ANSWER, len(ids(0))
@@ -118,15 +119,42 @@ def prompt_text(key, characters, depth):
     return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
 
 
+@torch.no_grad()
 def scores_of(model, machine, coder, trials, batch_size):
-    """A dict of SCORES for each of these trials, which have about equally many tokens."""
-    groups = [[Request([*trial.prompt, *ids], len(ids)) for ids in (trial.right, trial.wrong)] for trial in trials]
-    size = max(len(trial.prompt) + 2 * len(trial.right) for trial in trials)    # a prompt is read once for both keys
-    heard = listen(model, groups, machine, batch_size * size, "passkey")
-    said = generated(model, machine, [trial.prompt for trial in trials], ANSWER, batch_size=batch_size)
-    return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": right.loglik,
-             "gain": right.loglik - wrong.loglik, "rank": right.rank, "likeliest": float(right.rank == 1)}
-            for trial, ids, (right, wrong) in zip(trials, said, heard, strict=True)]
+    """A dict of SCORES for each of these trials. The prompts of a batch have equally many tokens, and so have keys."""
+    alike, found = {}, {}
+    for number, trial in enumerate(trials):
+        alike.setdefault((len(trial.prompt), len(trial.right)), []).append(number)
+    batches = [numbers[i:i + batch_size] for _, numbers in sorted(alike.items(), reverse=True)
+               for i in range(0, len(numbers), batch_size)]             # the longest first
+    for batch in progress(batches, machine.main):
+        some = [trials[number] for number in batch]
+        prompts = torch.tensor([trial.prompt for trial in some], device=machine.device)
+        right, wrong = (torch.tensor([getattr(trial, key) for trial in some], device=machine.device)
+                        for key in ("right", "wrong"))                  # (N, K)
+        with machine.autocast():
+            said = model.generate(prompts, ANSWER, temperature=0)[:, prompts.shape[1]:].tolist()
+            (log_right, ranks), (log_wrong, _) = (read_key(model, prompts, key) for key in (right, wrong))
+        for i, number in enumerate(batch):
+            rank = ranks[i].mean().item()
+            found[number] = {
+                "correct": float(is_correct(coder.decode(said[i]), some[i].key)),
+                "log_likelihood": log_right[i].item(), "gain": (log_right[i] - log_wrong[i]).item(), "rank": rank,
+                "likeliest": float(rank == 1)}
+    return [found[number] for number in range(len(trials))]
+
+
+def read_key(model, prompts, key):
+    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), and the ranks (N, K) of its tokens, in float64. It
+    reads token by token, as in decoding, because logits of whole prompts are large."""
+    cache = model.new_cache() if all(block.attn.cached for block in model.transformer.h) else None
+    text, log, ranks = prompts, 0, []
+    for token in key.split(1, 1):               # (N, 1)
+        logits = model(text, cache=cache, last_only=True)[0][:, 0].double()             # (N, V)
+        log = log + logits.log_softmax(-1).gather(1, token)[:, 0]
+        ranks.append(1 + (logits > logits.gather(1, token)).sum(1))
+        text = torch.cat([text, token], 1) if cache is None else token
+    return log, torch.stack(ranks, 1).double()
 
 
 def is_correct(text, key):
