@@ -1,9 +1,10 @@
 """The loss of a run on fixed windows. Every call reads the same tokens, so runs can be compared.
 
-    python eval.py loss --out_dir=out/a                         one run
-    python eval.py loss --out_dir='out/tiny-*' --png=out/loss.png       several: a table, and their curves of training
+    python eval.py loss --out_dir=out/a                 one run
+    python eval.py loss --out_dir='out/tiny-*' --png=out/loss.png
 
-Runs that differ only in the seed become one row of the table and one line of the picture.
+The second command prints a table of several runs, and draws their losses during training. Runs
+that differ only in the seed become one row of the table and one line of the picture.
 """
 import csv
 import math
@@ -31,35 +32,40 @@ class Loss(Windows):
     batch_size: int = knob(16, "windows per forward pass")
 
 
+ADVICE = {"tokenizer": "look at one run after another",
+          "training data (hash)": "name data for all with --dataset",
+          "block_size": "set one for all with --length"}
+
+
 def check(args, places, dataset):
-    """Raise ValueError if these runs would not read the same windows. dataset: the value of --dataset."""
+    """Raise ValueError if these runs would not read the same windows. dataset: that of --dataset."""
     first = None
     for place in places:
         meta = read_run(place)[0]
-        reads = {
-            "training data, by hash": (dataset or meta.get("data_hash"), "name one for all with --dataset"),
-            "tokenizer": (meta.get("tokenizer"), "look at one run after another"),
-            "block_size": (args.length or meta["knobs"]["block_size"], "set one for all with --length")}
+        reads = {"tokenizer": meta.get("tokenizer"),
+                 "training data (hash)": dataset or meta.get("data_hash"),
+                 "block_size": args.length or meta["knobs"]["block_size"]}
         first = first or reads
-        for name, (value, advice) in reads.items():
-            if value != first[name][0]:
-                raise ValueError(f"{places[0]} and {place} differ in their {name}: {first[name][0]} and {value}. "
-                                 f"Only losses on the same windows can be compared: {advice}")
+        for name, value in reads.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{places[0]} and {place} differ in {name}: {first[name]} and {value}. Only "
+                    f"losses on the same windows can be compared: {ADVICE[name]}")
 
 
 def command(args, run):
-    """Mean loss of a split on fixed windows. Of several runs: means and deviations over seeds; with --png the curves of
-    their training."""
-    length, split, config = run.window(args.length), run.split(args.split), run.model.config
+    """Mean loss of a split on fixed windows. Of several runs: means and deviations over seeds;
+    with --png their losses during training."""
+    length, split = run.window(args.length), run.split(args.split)
     losses = window_losses(run.model, split, run.machine, args.windows, args.batch_size, length)
     loss, error = mean_and_error(losses)
-    knobs = run.meta["knobs"] | asdict(config)
+    knobs = run.meta["knobs"] | asdict(run.model.config)
     if knobs.get("init_from") == "resume":      # as if the run had not been stopped
         knobs["init_from"] = "scratch"
     return run.reads(args.split, len(losses), length) | {
-        "loss": loss, "loss_error": error, "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split),
-        "losses": losses.tolist(),
-        "knobs": {name: value for name, value in knobs.items() if name not in ("seed", "out_dir")},
+        "loss": loss, "loss_error": error,
+        "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split), "losses": losses.tolist(),
+        "knobs": {name: knobs[name] for name in knobs if name not in ("seed", "out_dir")},
         # a run under other choices than its own was not trained so
         "log": None if run.overrides else str(run.out_dir / "log.csv")}, ""
 
@@ -68,31 +74,33 @@ def tell(args, found):
     """One row for a run, or a row for each recipe of several runs."""
     first = next(iter(found.values()))
     if len(found) == 1:
-        rows, header = [[args.split, first["loss"], first["loss_error"], first["bits_per_byte"]]], [
-            "split", "loss", "+-", "bits per byte"]
-        return f"{first_line(first)}\n\n{table(rows, header)}\n\n+-: standard error over the windows"
+        row = [args.split, first["loss"], first["loss_error"], first["bits_per_byte"]]
+        shown = table([row], ["split", "loss", "+-", "bits per byte"])
+        return f"{first_line(first)}\n\n{shown}\n\n+-: standard error over the windows"
     rows, best = [], None
     for label, group in groups_of(found).items():
-        losses = np.mean([numbers["losses"] for numbers in group], 0)   # (windows,): means over the seeds
+        losses = np.mean([numbers["losses"] for numbers in group], 0)   # (windows,)
         more = (None, None) if best is None else mean_and_error(losses - best)
         best = losses if best is None else best
-        means, bits = ([numbers[name] for numbers in group] for name in ("loss", "bits_per_byte"))
+        means, bits = ([run[name] for run in group] for name in ("loss", "bits_per_byte"))
         rows.append([label, str(len(group)), fmean(means), stdev(means) if len(group) > 1 else None,
                      None if None in bits else fmean(bits), *more])
-    meanings = {"deviation": "standard deviation over seeds, which says little if they are fewer than three",
-                "more": "than the first row, on the same windows",
-                "+-": "standard error of this difference over the windows; it does not contain that of the seeds"}
+    meanings = {
+        "deviation": "standard deviation over seeds; with fewer than three it says little",
+        "more": "than the first row, on the same windows",
+        "+-": "standard error of this difference over the windows, not over the seeds"}
     header = ["", "runs", "loss", "deviation", "bits per byte", "more", "+-"]
     return f"{first_line(first)}\n\n{table(rows, header)}\n\n{legend(meanings)}"
 
 
 def groups_of(found):
-    """The runs of {run: numbers} that have the same knobs, except for the seed: {label: [numbers]}, the best first. A
-    label is the recipe, with the knobs that differ between groups and that the recipe does not set."""
+    """The runs of {run: numbers} with the same knobs, except for the seed: {label: [numbers]}, the
+    best first. A label is the recipe, and the knobs that differ between groups unless the recipe
+    sets them."""
     groups = {}
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
-    best_first = sorted(groups.values(), key=lambda group: fmean(numbers["loss"] for numbers in group))
+    best_first = sorted(groups.values(), key=lambda group: fmean(run["loss"] for run in group))
     every, labelled = [group[0]["knobs"] for group in best_first], {}
     for group, knobs in zip(best_first, every, strict=True):
         usual = {"attn": knobs["attn"], "attn_args": "", "layers": ""}
@@ -107,35 +115,40 @@ def groups_of(found):
 
 
 def draw(path, found):
-    """Draw val_loss by step of training, a line for each recipe: the mean over seeds, and a band of one standard
-    deviation. Dotted: train_loss."""
+    """Draw val_loss by step of training, a line for each recipe: the mean over seeds, and a band of
+    one standard deviation. Dotted: train_loss."""
     with figure_of(path, [4.2], [6.5]) as axes:
         ax = axes[0, 0]
         for label, group in groups_of(found).items():
             steps, values = curves(group, "val_loss")
-            line, = ax.plot(steps, values.mean(0), label=f"{label}, runs: {len(group)}")
+            mean = values.mean(0)
+            line, = ax.plot(steps, mean, label=f"{label}, runs: {len(group)}")
+            colour = line.get_color()
             if len(group) > 1:
-                mean, deviation = values.mean(0), values.std(0, ddof=1)
-                ax.fill_between(steps, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2)
+                deviation = values.std(0, ddof=1)
+                ax.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.2)
             steps, values = curves(group, "train_loss")
-            ax.plot(steps, values.mean(0), ":", color=line.get_color(), linewidth=0.8)
+            ax.plot(steps, values.mean(0), ":", color=colour, linewidth=0.8)
         ax.legend(frameon=False, fontsize=8)
-        frame(ax, "val_loss, and train_loss (dotted); a band is one standard deviation over seeds", "step",
-              "nats per token")
+        frame(ax, "val_loss, and train_loss (dotted); bands: one standard deviation over seeds",
+              "step", "nats per token")
 
 
 def curves(group, column):
-    """The steps at which the log.csv of each of these runs has this column, and the values there, (runs, steps)."""
+    """The steps at which all these runs have this column in their log.csv, and its values there,
+    (runs, steps)."""
     logs = []
     for numbers in group:
-        if not numbers["log"] or not Path(numbers["log"]).exists():
-            raise ValueError(f"there is no curve of {numbers['knobs']['attn']}: only runs that were trained here, with "
-                             "the choices that they have now, have a log.csv. Leave out --png")
+        log = numbers["log"]
+        if not log or not Path(log).exists():
+            raise ValueError(f"there is no curve of {numbers['knobs']['attn']}: only a run that was "
+                             "trained here, as it is now, has a log.csv. Leave out --png")
         try:
-            with open(numbers["log"], newline="") as f:
-                logs.append({float(row["step"]): float(row[column]) for row in csv.DictReader(f) if row[column]})
+            with open(log, newline="") as f:
+                rows = [row for row in csv.DictReader(f) if row[column]]
+            logs.append({float(row["step"]): float(row[column]) for row in rows})
         except (ValueError, KeyError, csv.Error):
-            raise ValueError(f"{numbers['log']} is damaged: leave this run out, or leave out --png") from None
+            raise ValueError(f"{log} is damaged: leave out this run, or --png") from None
     steps = sorted(set.intersection(*map(set, logs)))
     return steps, np.array([[log[step] for step in steps] for log in logs])
 
@@ -158,11 +171,11 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
 
 @torch.no_grad()
 def window_losses(model, split, machine, count, batch_size, length):
-    """The mean loss of each fixed window, (windows,) in float64, of a model in eval mode. The ranks share the
-    windows."""
+    """The mean loss of each fixed window, (windows,) in float64, of a model in eval mode. The ranks
+    share the windows."""
     own = []
-    batches = window_batches(model, split, machine, length, count, batch_size, bar=True, share=True, packed=True)
-    for rows, starts in batches:
+    for rows, starts in window_batches(model, split, machine, length, count, batch_size,
+                                       bar=True, share=True, packed=True):
         own += token_losses(model, rows, machine, starts).double().mean(1).tolist()
     found = np.zeros(len(tokens.fixed_windows(split, length, count)))
     found[machine.rank::machine.world] = own

@@ -54,9 +54,11 @@ class Passkey(Knobs):
 
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
-    coder, usual = run.tokenizer, [length for length in range(500, 4001, 500) if length <= run.positions]
+    coder = run.tokenizer
+    usual = [length for length in range(500, 4001, 500) if length <= run.positions]
     if coder.name == "numbers":
-        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run trained on text")
+        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run "
+                         "trained on text")
     lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
     run.check_positions(lengths[-1], "lengths")
     trials = {length: [make_trial(coder, length, number, args.seed)
@@ -121,7 +123,8 @@ def prompt_text(key, characters, depth):
 
 @torch.no_grad()
 def scores_of(model, machine, coder, trials, batch_size):
-    """A dict of SCORES for each of these trials. The prompts of a batch have equally many tokens, and so have keys."""
+    """A dict of SCORES for each of these trials. The prompts of a batch are equally long, and so
+    are its keys."""
     alike, found = {}, {}
     for number, trial in enumerate(trials):
         alike.setdefault((len(trial.prompt), len(trial.right)), []).append(number)
@@ -130,24 +133,26 @@ def scores_of(model, machine, coder, trials, batch_size):
     for batch in progress(batches, machine.main):
         some = [trials[number] for number in batch]
         prompts = torch.tensor([trial.prompt for trial in some], device=machine.device)
-        right, wrong = (torch.tensor([getattr(trial, key) for trial in some], device=machine.device)
-                        for key in ("right", "wrong"))                  # (N, K)
+        right = torch.tensor([trial.right for trial in some], device=machine.device)
+        wrong = torch.tensor([trial.wrong for trial in some], device=machine.device)    # (N, K)
         with machine.autocast():
             said = model.generate(prompts, ANSWER, temperature=0)[:, prompts.shape[1]:].tolist()
-            (log_right, ranks), (log_wrong, _) = (read_key(model, prompts, key) for key in (right, wrong))
+            log, ranks = read_key(model, prompts, right)
+            gain = log - read_key(model, prompts, wrong)[0]
         for i, number in enumerate(batch):
             rank = ranks[i].mean().item()
             found[number] = {
                 "correct": float(is_correct(coder.decode(said[i]), some[i].key)),
-                "log_likelihood": log_right[i].item(), "gain": (log_right[i] - log_wrong[i]).item(), "rank": rank,
+                "log_likelihood": log[i].item(), "gain": gain[i].item(), "rank": rank,
                 "likeliest": float(rank == 1)}
     return [found[number] for number in range(len(trials))]
 
 
 def read_key(model, prompts, key):
-    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), and the ranks (N, K) of its tokens, in float64. It
-    reads token by token, as in decoding, because logits of whole prompts are large."""
-    cache = model.new_cache() if all(block.attn.cached for block in model.transformer.h) else None
+    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), and the ranks (N, K) of its
+    tokens, in float64. The key is read token by token: the logits of whole prompts are large."""
+    cached = all(block.attn.cached for block in model.transformer.h)
+    cache = model.new_cache() if cached else None
     text, log, ranks = prompts, 0, []
     for token in key.split(1, 1):               # (N, 1)
         logits = model(text, cache=cache, last_only=True)[0][:, 0].double()             # (N, V)

@@ -1,8 +1,8 @@
 """A recipe: its resolved choices, and the file and line of the code that computes each.
 
     python eval.py show elastic
-    python eval.py show --out_dir=out/a                     the recipe of a run, or those of its --layers
-    python eval.py show elastic --out_dir=out/smollm2       a recipe with the sizes of that run
+    python eval.py show --out_dir=out/a                 the recipe of a run, or those of its --layers
+    python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of that run
 """
 import dataclasses
 import inspect
@@ -18,6 +18,7 @@ from common.flags import Knobs, knob
 from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
+NOT_SHOWN = ("learns", "args", "refuse", "mixes", "kernel")             # fields of a choice
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
 
@@ -31,7 +32,7 @@ class Show(Knobs):
 
 
 def command(args, run):
-    """The choices of a recipe, what a layer learns, and the file and line of the code of each choice."""
+    """The choices of a recipe, with the file and line of the code of each, and what it learns."""
     stored = read_run(args.out_dir)[0]["knobs"] if args.out_dir else SIZES | {"attn": "elastic"}
     config = model_config(stored, {"attn": args.recipe} if args.recipe else {})
     layers = [mixers.layer_of(kind, number) for number, kind in enumerate(config.kinds)]
@@ -41,8 +42,9 @@ def command(args, run):
 
 
 def choices_of(layer):
-    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the first sentence about
-    it]; a part without a function, such as rotates=True, has no place. "usual": the axes with their default."""
+    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the first
+    sentence about it]; a part without a function, such as rotates=True, has no place. "usual": the
+    axes with their default."""
     config, code, usual = layer.config, [], {}
     own = {"mixer", "rule", "pos", *attention.ATTENTIONS[config.attn]}
     for axis, default in mixers.DEFAULTS.items():
@@ -56,18 +58,22 @@ def choices_of(layer):
                 code.append([axis, str(value), name, place(part), first_sentence(part)])
             else:
                 code.append([axis, str(value), name and f"{name}={part}", "", ""])
-    learns = {name: list(p.shape) for name, p in layer.named_parameters() if not name.startswith(("c_attn", "c_proj"))}
-    return {"recipe": config.attn, "code": code, "args": layer.args, "learns": learns, "usual": usual}
+    learns = {name: list(p.shape) for name, p in layer.named_parameters()
+              if not name.startswith(("c_attn", "c_proj"))}
+    return {"recipe": config.attn, "code": code, "args": layer.args, "learns": learns,
+            "usual": usual}
 
 
 def parts_of(layer, axis):
-    """{name: part} of a layer's choice: the functions and flags that its table sets, and its Triton functions."""
-    if axis not in layer.choices:               # a class, or a number such as that of --window
-        return {"": type(layer) if axis == "mixer" else visible if axis in NUMBERS else None}
+    """{name: part} of a layer's choice: functions and flags of its row, and Triton functions."""
+    if axis == "mixer":
+        return {"": type(layer)}
+    if axis not in layer.choices:               # a number, such as that of --window
+        return {"": visible if axis in NUMBERS else None}
     choice, found = layer.choices[axis], {}
     for field in dataclasses.fields(choice):
         part = getattr(choice, field.name)
-        if field.name not in ("learns", "args", "refuse", "mixes", "kernel") and part != field.default:
+        if field.name not in NOT_SHOWN and part != field.default:
             found[field.name] = part
     kernel = getattr(choice, "kernel", None)
     triton = kernel._asdict() if kernel else {}
@@ -81,24 +87,27 @@ def parts_of(layer, axis):
 
 def place(part):
     """The file and line of a function or class, as attention.py:59."""
-    part = getattr(part, "func", getattr(part, "__self__", part))       # of a partial; of Function.apply
+    part = getattr(part, "func", getattr(part, "__self__", part))       # a partial; Function.apply
     number = inspect.getsourcelines(part)[1]
     return f"{Path(inspect.getsourcefile(part)).relative_to(ROOT).as_posix()}:{number}"
 
 
 def first_sentence(function):
-    text = " ".join((inspect.getdoc(getattr(function, "func", function)) or "").split("\n\n")[0].split())
+    text = inspect.getdoc(getattr(function, "func", function)) or ""
+    text = " ".join(text.split("\n\n")[0].split())
     return textwrap.shorten(text.split(". ")[0], 90, placeholder=" ...")
 
 
 def in_words(found):
-    """A line for each part of each choice; then constants, learned tensors and the axes with their default."""
+    """A line for each part of each choice; then constants, learned tensors, axes with defaults."""
     lines, last = [found["recipe"], ""], None
     for axis, value, name, where, text in found["code"]:
         head = f"{axis:12} {value:10}" if axis != last else " " * 23
         lines.append(f"{head} {name:16} {where:32} {text}".rstrip())
         last = axis
-    rest = {"constants": ", ".join(f"{name}={value}" for name, value in found["args"].items()),
-            "learns": ", ".join(f"{name} {tuple(shape)}" for name, shape in found["learns"].items()),
-            "as usual": ", ".join(f"{axis} {value}" for axis, value in found["usual"].items())}
-    return "\n".join(lines + ["", *(f"{name:12} {text or 'none'}" for name, text in rest.items())])
+    rest = {
+        "constants": [f"{name}={value}" for name, value in found["args"].items()],
+        "learns": [f"{name} {tuple(shape)}" for name, shape in found["learns"].items()],
+        "as usual": [f"{axis} {value}" for axis, value in found["usual"].items()]}
+    lines += ["", *(f"{name:12} {', '.join(parts) or 'none'}" for name, parts in rest.items())]
+    return "\n".join(lines)

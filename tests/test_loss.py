@@ -68,7 +68,7 @@ def numbers(attn="softmax", loss=2.0, **knobs):
     return {"loss": loss, "knobs": {"attn": attn, "rule": attn, "init_from": "scratch"} | knobs}
 
 
-def test_runs_with_the_same_knobs_are_one_group_named_with_those_that_differ_and_the_recipe_does_not_set():
+def test_runs_with_the_same_knobs_are_a_group_named_by_the_recipe_and_knobs_that_differ():
     found = [numbers(loss=9.0, window=0), numbers(loss=1.0, window=0), numbers(loss=3.0, window=4),
              numbers("lazy", loss=6.0, rule="elastic", gate="head", window=0),
              numbers("elastic", loss=7.0, window=0, n_embd=64)]
@@ -81,13 +81,13 @@ def runs(tmp_path_factory, data, elastic_run):
     """Two seeds of softmax. The second was stopped and continued."""
     out = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        train_here(f"--dataset={data}", f"--out_dir={out}/softmax-{seed}", f"--seed={seed}", "--attn=softmax",
-                   "--dropout=0.1")
+        train_here(f"--dataset={data}", f"--out_dir={out}/softmax-{seed}", f"--seed={seed}",
+                   "--attn=softmax", "--dropout=0.1")
     train_here("--init_from=resume", f"--out_dir={out}/softmax-1", "--max_iters=8")
     return [str(out / "softmax-0"), str(out / "softmax-1"), str(elastic_run)]
 
 
-def test_seeds_become_a_mean_and_a_deviation_and_recipes_are_compared_on_the_same_windows(runs, evaluate, capsys):
+def test_seeds_become_a_mean_and_a_deviation_on_the_same_windows(runs, evaluate, capsys):
     flags = (f"--out_dir={','.join(runs)}", "--windows=4")
     found = evaluate("loss", *flags)
     losses = [found[run]["loss"] for run in runs]
@@ -98,15 +98,17 @@ def test_seeds_become_a_mean_and_a_deviation_and_recipes_are_compared_on_the_sam
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines[3:5]}
     error = f"{more.std(ddof=1) / 2:.4f}"
-    assert rows["softmax"][:3] == ["2", f"{np.mean(losses[:2]):.4f}", f"{np.std(losses[:2], ddof=1):.4f}"]
+    deviation = np.std(losses[:2], ddof=1)
+    assert rows["softmax"][:3] == ["2", f"{np.mean(losses[:2]):.4f}", f"{deviation:.4f}"]
     assert rows["elastic"][:3] == ["1", f"{losses[2]:.4f}", "-"]
     assert list(rows) == ["softmax", "elastic"][::1 if softmax_first else -1]
     assert rows["elastic" if softmax_first else "softmax"][4:] == [f"{abs(more.mean()):.4f}", error]
 
 
 def test_the_picture_has_the_losses_of_training(runs, evaluate, tmp_path):
-    found = evaluate("loss", f"--out_dir={','.join(runs)}", "--windows=2", f"--png={tmp_path}/curves.png")
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    picture = tmp_path / "curves.png"
+    found = evaluate("loss", f"--out_dir={','.join(runs)}", "--windows=2", f"--png={picture}")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     steps, values = curves([found[run] for run in runs[:2]], "val_loss")
     assert steps == [4, 8] and values.shape == (2, 2)
     close(values[:, 1], [meta(Path(run))["losses"]["val"] for run in runs[:2]], dtype=torch.float32)

@@ -507,7 +507,7 @@ AFTER = [                                       # (a command line, rows: what th
             ("lora", "does not fit.*h.7.tau", lambda found: found["model"].update({"h.7.tau": torch.ones(2)}))))
     ]) for how in (LOSS, RESUME)),
     ("eval.py loss --out_dir={run},{copy}", [(says, event, removed("run/ckpt.pt")) for says, event in (     # unread
-        ("training data.*: .* and 0.*--dataset", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
+        ("training data .hash.: .* and 0.*--dataset", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
         ("block_size: 16 and 8.*--length", edited("copy/meta.json", lambda m: m["knobs"].update(block_size=8))))]),
     ("eval.py loss --out_dir={run} --png=out --windows=2", [
         ("log.csv is damaged.*--png", written("run/log.csv", "step,val_loss\n4,x\n")),
