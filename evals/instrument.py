@@ -243,15 +243,12 @@ def window_batches(model, split, machine, length, count, batch_size, bar=False, 
     if share:
         starts = starts[machine.rank::machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        rows, first = read_windows(split, some := starts[i:i + batch_size], length + 1, model, machine), None
+        some, first = starts[i:i + batch_size], None
+        rows = split.windows(some, length + 1, model.config.vocab_size)
         if packed and split.documents is not None:
             first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        rows = torch.from_numpy(rows).to(machine.device)
         yield (rows, first) if packed else rows
-
-
-def read_windows(split, starts, length, model, machine):
-    """The `length` tokens from each of these starts on, (len(starts), length) int64, on the machine's device."""
-    return torch.from_numpy(split.windows(starts, length, model.config.vocab_size)).to(machine.device)
 
 
 def progress(steps, shown):
