@@ -36,8 +36,6 @@ SCORES = {                                      # {score of a trial: (name in th
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
     "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
-    "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
-    "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
 }
 
 
@@ -137,29 +135,26 @@ def scores_of(model, machine, coder, trials, batch_size):
         wrong = torch.tensor([trial.wrong for trial in some], device=machine.device)    # (N, K)
         with machine.autocast():
             said = model.generate(prompts, ANSWER, temperature=0)[:, prompts.shape[1]:].tolist()
-            log, ranks = read_key(model, prompts, right)
-            gain = log - read_key(model, prompts, wrong)[0]
+            log = log_likelihood(model, prompts, right)
+            gain = log - log_likelihood(model, prompts, wrong)
         for i, number in enumerate(batch):
-            rank = ranks[i].mean().item()
-            found[number] = {
-                "correct": float(is_correct(coder.decode(said[i]), some[i].key)),
-                "log_likelihood": log[i].item(), "gain": gain[i].item(), "rank": rank,
-                "likeliest": float(rank == 1)}
+            correct = is_correct(coder.decode(said[i]), some[i].key)
+            found[number] = {"correct": float(correct), "log_likelihood": log[i].item(),
+                             "gain": gain[i].item()}
     return [found[number] for number in range(len(trials))]
 
 
-def read_key(model, prompts, key):
-    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), and the ranks (N, K) of its
-    tokens, in float64. The key is read token by token: the logits of whole prompts are large."""
+def log_likelihood(model, prompts, key):
+    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), in float64. The key is read token
+    by token, because the logits of whole prompts are large."""
     cached = all(block.attn.cached for block in model.transformer.h)
     cache = model.new_cache() if cached else None
-    text, log, ranks = prompts, 0, []
+    text, found = prompts, 0
     for token in key.split(1, 1):               # (N, 1)
         logits = model(text, cache=cache, last_only=True)[0][:, 0].double()             # (N, V)
-        log = log + logits.log_softmax(-1).gather(1, token)[:, 0]
-        ranks.append(1 + (logits > logits.gather(1, token)).sum(1))
+        found = found + logits.log_softmax(-1).gather(1, token)[:, 0]
         text = torch.cat([text, token], 1) if cache is None else token
-    return log, torch.stack(ranks, 1).double()
+    return found
 
 
 def is_correct(text, key):
