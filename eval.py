@@ -16,8 +16,8 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, compile, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
-    routers, sample, scrolls, show, speed, theory)
+    bench, board, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
+    routers, sample, show, speed, theory)
 from evals.instrument import (
     Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, overrides_of, recipe_names, runs_named)
 
@@ -43,15 +43,13 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "groups": Command(groups.Groups, groups.command, groups.draw),
     "routers": Command(routers.Routers, routers.command, routers.draw),
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
-    "scrolls": Command(scrolls.Scrolls, scrolls.command),
-    "bench": Command(bench.Bench, bench.command, bench.draw, bench.tell),
+    "bench": Command(bench.Bench, bench.command),
 }
 OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
-    "board": Command(board.Board, board.command),
+    "board": Command(board.Board, board.command, board.draw),
     "theory": Command(theory.Theory, theory.command),
     "speed": Command(speed.Speed, speed.command),
-    "compile": Command(compile.Compile, compile.command),
     "curve": Command(curve.Curve, curve.command, curve.draw),
     "show": Command(show.Show, show.command),
 }

@@ -29,9 +29,8 @@ Legend                                              shapes in comments
   power     the rule's power, a constant            rule, c   Kernel and TileSizes, compile-time constants
 """
 
-import os
 from collections import namedtuple
-from functools import cache, partial
+from functools import partial
 from math import gcd
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -56,7 +55,6 @@ except (ImportError, AttributeError):                       # without a recent T
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
-AUTOTUNE = os.environ.get("AUTOTUNE") == "1"                # see `launch_with`; the tiles stay those of the tables
 
 # -------------------------------------------------------------------------------------------------- the walk in PyTorch
 # BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H, BLOCK, keys):
@@ -349,7 +347,7 @@ def key_tiles(i, inputs, head, c: tl.constexpr):
         first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, end)
         if inputs.starts is not None:
             first_end = tl.where(inputs.first > 0, first_end, first)
-        lo = tl.maximum(i + 1 - inputs.window, start) // c.BN * c.BN            # start of the first row's window
+        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN                # start of the first row's window
         lo = tl.maximum(lo, first_end)
         a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN    # start of the last row's window
         a = tl.minimum(tl.maximum(a, lo), end)
@@ -368,7 +366,8 @@ def row_tiles(j, inputs, head, c: tl.constexpr):
         hi = tl.load(ends + last)                                               # ()
         b = tl.minimum(b, tl.load(ends + j) // c.BM * c.BM)                     # ()
     if inputs.window is not None:
-        if j >= start_of(last, inputs, head) + inputs.first:                    # all later rows see the first keys
+        # all later rows of the document see its first keys
+        if tl.maximum(j - start_of(last, inputs, head), 0) >= inputs.first:
             hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
         b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
     lo, m = j // c.BM * c.BM, tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(hi, c.BM)) * c.BM
@@ -1072,31 +1071,9 @@ def launch(kernel, rule, call, args, diagonals=None):
     D, E = call.q.shape[3], call.v.shape[3]
     tile_sizes = TileSizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
     with torch.cuda.device_of(call.q):
-        launch_with(kernel, (tiles * heads * len(call.q),), (*args, rule, tile_sizes), warps, stages)
-
-
-def launch_with(kernel, grid, args, warps, stages):
-    """Launch a kernel with these warps and stages or, with AUTOTUNE=1, with the fastest for this kind of call."""
-    if AUTOTUNE:
-        autotuned(kernel, warps, kind_of(args))[grid](*args, enable_fp_fusion=True)
-    else:
-        kernel[grid](*args, num_warps=warps, num_stages=stages, enable_fp_fusion=True)
-
-
-def kind_of(arg):
-    """What sets one kind of call apart: dtypes, constants, and which arguments are None. Whole numbers may vary."""
-    if isinstance(arg, tuple):
-        return tuple(map(kind_of, arg))
-    return arg.dtype if isinstance(arg, Tensor) else int if type(arg) is int else arg
-
-
-@cache
-def autotuned(kernel, warps, kind):
-    """The kernel with Triton's autotuner, which times these configurations in the first call of a kind."""
-    configs = [triton.Config({}, num_warps=number, num_stages=stages)
-               for number in (warps // 2, warps, 2 * warps) for stages in (1, 2, 3)]
-    overwritten = [name for name in kernel.arg_names if name == "DR"]   # the only tensor that a kernel reads and writes
-    return triton.autotune(configs, key=[], restore_value=overwritten)(kernel)
+        grid = (tiles * heads * len(call.q),)
+        kernel[grid](*args, rule, tile_sizes, num_warps=warps, num_stages=stages,
+                     enable_fp_fusion=True)
 
 
 # ---- the backward operator
@@ -1216,10 +1193,11 @@ run_backward.register_autograd(refuse_second_derivative)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tiles
-# (BM, BN, warps, stages) of each kernel, chosen from the figures of `python eval.py compile` in Triton 3.9: the largest
-# tile of which two programs fit on a multiprocessor without a spilled register: one computes exponentials while the
-# other waits for its products. If none does, one program of eight warps. A warp needs 16 rows at least, else warps
-# repeat each other's work. (At width 256, in Triton 3.6 and at widths that are no power of two, some kernels spill.)
+# (BM, BN, warps, stages) of each kernel, chosen for Triton 3.9 from what tests/test_compile.py prints. It is the
+# largest tile of which two programs fit on a multiprocessor without spilling registers. One program
+# then computes exponentials while the other waits for its products. If no tile allows two, one program
+# has eight warps. A warp needs at least 16 rows, else warps repeat each other's work. (At width 256, in
+# Triton 3.6 and at widths that are not a power of two, some kernels spill.)
 
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # (GPU generation, or 0 for float32 on any; width; kind of call). A gap is filled by the next row. The kinds:

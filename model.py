@@ -388,13 +388,14 @@ class GPT(nn.Module):
         return {name: value for name, value in state.items()
                 if name in ours or name.partition(".attn.")[2] not in mixers.ADDED}
 
-    def forward(self, idx, targets=None, cache=None, importance=False, last_only=False, starts=None):
+    def forward(self, idx, targets=None, cache=None, importance=False, last=0, starts=None):
         """From token ids idx (B, T) to logits (B, T, V), and the mean loss if there are targets (B, T).
 
         Targets of -1 are ignored. cache: from new_cache(); idx continues the tokens of earlier calls with it.
-        importance: return the importance of every head, (layers, heads), as a third value. last_only: only the logits
-        of the last position, (B, 1, V). starts (B, T): idx holds packed documents, and each token's own begins at this
-        position; None: it holds one. Raises ValueError on too many tokens for --pos, or a cache of another model."""
+        importance: return the importance of every head, (layers, heads), as a third value. last: only the logits of
+        this many last positions; 0: of all. starts (B, T): idx holds packed documents, and each token's own begins at
+        this position; None: it holds one. Raises ValueError on too many tokens for --pos, or on a cache of another
+        model."""
         if cache is not None and cache[0].setdefault("config", self.config) != self.config:
             raise ValueError("the cache was filled by a model of another recipe or size: begin with model.new_cache()")
         cached = 0 if cache is None else cache[0].get("tokens", 0)      # number of tokens in the cache
@@ -428,9 +429,11 @@ class GPT(nn.Module):
             block.attn.measures_importance = importance
             x = block(x, None if cache is None else cache[layer], turn)
         more = (torch.stack([block.attn.importance for block in self.transformer.h]),) if importance else ()
+        for block in self.transformer.h:
+            block.attn.importance = None        # free its graph: a model that holds one cannot be copied
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        x = x[:, -1:] if last_only else x[:, ahead:]
+        x = x[:, ahead:][:, -last:]
         logits = self.lm_head(self.transformer.ln_f(x))                 # (B, T, V)
         if targets is None:
             return logits, None, *more
@@ -522,13 +525,15 @@ class GPT(nn.Module):
         return [{} for _ in self.transformer.h]
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, seed=None, use_cache=True, stop=()):
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, seed=None, use_cache=True,
+                 stop=()):
         """Continue idx (B, T) by at most max_new_tokens, one token at a time. Returns prompt and continuation.
 
-        temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens. A row that has drawn an id in
-        `stop` repeats that id, and generation ends early when all rows have stopped. With relative positions the
-        context grows without limit. With absolute ones, a context longer than block_size is cropped to its last
-        block_size tokens and read without a cache. Raises ValueError on an empty prompt or unknown id."""
+        temperature 0 takes the likeliest token. top_k keeps only the k likeliest tokens, top_p only the fewest whose
+        probabilities sum to p. A row that has drawn an id in `stop` repeats that id, and generation ends early when all
+        rows have stopped. With relative positions the context grows without limit. With absolute ones, a context longer
+        than block_size is cropped to its last block_size tokens and read without a cache. Raises ValueError on
+        an empty prompt or unknown id."""
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}")
         training = self.training
@@ -545,8 +550,8 @@ class GPT(nn.Module):
                 context, cache = idx[:, -limit:], None
             else:                               # the whole prompt, or the newest token, which the cache lacks
                 context = idx[:, -1:] if cache and cache[0] else idx
-            logits = self(context, cache=cache, last_only=True)[0][:, 0].float()        # (B, V)
-            new = pick(logits, temperature, top_k, generator)           # (B, 1)
+            logits = self(context, cache=cache, last=1)[0][:, 0].float()     # (B, V)
+            new = pick(logits, temperature, top_k, top_p, generator)    # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)
             if len(stop):                       # only then, because all() waits for the GPU
                 ended = torch.isin(idx[:, -1:], stop)
@@ -556,7 +561,7 @@ class GPT(nn.Module):
         return idx
 
 
-def pick(logits, temperature, top_k, generator):
+def pick(logits, temperature, top_k, top_p, generator):
     """Draw one token id (B, 1) from logits (B, V). generator: None for torch's own."""
     if temperature < 1e-9:                      # 0, or so small that the division below would overflow
         return logits.argmax(-1, keepdim=True)
@@ -564,7 +569,12 @@ def pick(logits, temperature, top_k, generator):
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]                # (B, 1); ties with it are kept
         logits = logits.masked_fill(logits < least, -math.inf)
-    return torch.multinomial(F.softmax(logits, -1), 1, generator=generator)
+    probs = F.softmax(logits, -1)
+    if top_p:
+        ordered, order = probs.sort(-1, descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p                  # likelier tokens already sum to p
+        probs = probs.masked_fill(beyond.scatter(-1, order, beyond), 0.0)               # back in the order of ids
+    return torch.multinomial(probs, 1, generator=generator)             # normalises the rest by itself
 
 
 def check_size(config, copies):

@@ -69,6 +69,9 @@ class Choice:
     convolved: Callable | None = None           # layer, all of q, k and v (B, 3 + T, ..) -> the same (B, T, ..)
     gated_score: Callable | None = None         # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
 
+    def __deepcopy__(self, memo):
+        return self                             # Triton's functions cannot be copied
+
 
 def only(values, *names):
     """The rows of a table with these names."""

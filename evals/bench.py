@@ -1,226 +1,156 @@
-"""Zero-shot scores on public benchmarks, as lm-evaluation-harness 0.4.13 computes them.
+"""Scores on public benchmarks, by EleutherAI's lm-evaluation-harness (pip install lm-eval; 0.4.13
+is tested).
 
-A question becomes one request per choice: how likely is this continuation after that context? The model is right if the
-right choice has the largest log-likelihood: the sum over its tokens (acc), or the sum per character (acc_norm; some
-papers say bytes, but the harness counts characters). In LAMBADA the model must generate the last word greedily, and
-perplexity is per word. In WikiText every token of a page is scored once; words and bytes are counted on the raw page.
-
-Several runs answer the same rows: the error of a difference is that of the mean difference per row.
-
-Differs from lm-evaluation-harness: our standard errors of perplexities come from the delta method (theirs come from
-resampling, or are missing). --limit takes rows spread over the whole file (theirs takes the first rows). We replace
-an empty context by the run's separator (they may use another token).
-
-Two scores are not from lm-evaluation-harness: `adjusted`, (score - chance) / (1 - chance), of Lazy Attention
-2601.00919, appendix C.3, and the average of its table 1. That paper does not define chance. We take one over the number
-of choices. In BoolQ, whose choices are always no and yes, we take the share of the more frequent answer.
+The harness fetches the questions of a task, words them and counts the scores. It asks a model three
+things: how likely is this continuation of that context, how likely is this whole text, and how does
+this text go on?
 """
+import contextlib
+import itertools
 import math
+import sys
 from dataclasses import dataclass
 
-import numpy as np
-
+from common import files
 from common.flags import Knobs, knob
-from data import benchmarks
-from evals.instrument import explained, mean_and_error
-from evals.likelihood import listen, page_requests, row_requests, text_tokenizer
-from evals.pictures import figure_of, frame
-
-MEASURES = {                                    # {task: its measures}; averages use the first
-    "hellaswag": ("acc_norm", "acc"), "arc_easy": ("acc", "acc_norm"), "arc_challenge": ("acc_norm", "acc"),
-    "piqa": ("acc", "acc_norm"), "winogrande": ("acc",), "openbookqa": ("acc_norm", "acc"), "siqa": ("acc",),
-    "boolq": ("acc",), "lambada": ("acc", "perplexity"),
-    "wikitext": ("word_perplexity", "byte_perplexity", "bits_per_byte")}
-EIGHT = ("lambada", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "siqa", "boolq")    # of that table
+from evals.instrument import table
+from evals.likelihood import answers, generated, text_tokenizer
 
 
 @dataclass
 class Bench(Knobs):
     """Flags of bench"""
-    tasks: str = knob("", f"tasks, separated by commas: {', '.join(MEASURES)}; or all; empty: those with a file")
-    source: str = knob("", "folder of these files; empty: data/benchmarks, where python data/benchmarks.py puts them")
-    limit: int = knob(0, "rows of each task, spread evenly over its file; 0: all")
-    bos: bool = knob(False, "begin every context with the separator, like the texts in training")
-    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; 0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer row gets a separate pass", least=1)
+    tasks: str = knob("", "tasks of lm-evaluation-harness, separated by commas: arc_easy,wikitext")
+    include_path: str = knob("", "folder with the YAML files of more tasks, such as local files")
+    num_fewshot: int = knob(-1, "solved examples before each question; -1: as the task says",
+                            least=-1)
+    limit: int = knob(0, "only the first questions of each task; 0: all")
+    bos: bool = knob(False, "begin every context with the separator, as in training")
+    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; "
+                          "0: block_size")
+    batch_size: int = knob(4096, "tokens per forward pass; a longer input gets a separate pass",
+                           least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.tasks:
+            raise ValueError("which tasks? give --tasks=arc_easy,wikitext or others "
+                             "(lm-eval ls tasks lists them)")
 
 
 def command(args, run):
-    """Zero-shot scores on public benchmarks, as lm-evaluation-harness computes them."""
-    coder, length = text_tokenizer(run), args.length or run.model.config.block_size
-    run.check_positions(length)
-    folder, tasks = args.source or benchmarks.HERE, {}
-    # read all rows before the work begins
-    sets = {name: benchmarks.read(name, folder) for name in benchmarks.task_names(args.tasks, folder)}
-    for name, rows in sets.items():
-        spread = np.linspace(0, len(rows) - 1, min(args.limit or len(rows), len(rows))).round().astype(int)
-        some = [rows[i] for i in spread]        # the same at every call
-        ask = page_requests if name == "wikitext" else row_requests
-        groups = [ask(row, coder, length, args.bos) for row in some]
-        answers = listen(run.model, groups, run.machine, args.batch_size, name)
-        tasks[name] = judge(name, some, answers, chance(name, rows))
-        tasks[name]["cut"] = sum(any(r.cut for r in group) for group in groups)
-    numbers = {"length": length, "bos": args.bos, "tasks": tasks, "averages": averages(tasks)}
-    return numbers, tell(args, {"": numbers})
+    """Scores on public benchmarks, by lm-evaluation-harness (pip install lm-eval)."""
+    evaluator = files.optional("lm_eval.evaluator")
+    names, manager = args.tasks.split(","), task_manager(args)
+    # the class is made here, because the package of its base is optional
+    base = files.optional("lm_eval.api.model").TemplateLM
+    model = type("Model", (Answering, base), {})(run, args)
+    with contextlib.redirect_stdout(sys.stderr):                    # stdout has only the table
+        found = evaluator.simple_evaluate(
+            model, tasks=names, task_manager=manager, limit=args.limit or None, log_samples=False,
+            num_fewshot=None if args.num_fewshot < 0 else args.num_fewshot)
+    if not run.machine.main:                    # only the first rank gets the scores
+        return None, None
+    numbers, rows = {"length": model.length, "bos": args.bos, "questions": {}}, []
+    for task, scores in found["results"].items():
+        count = found["n-samples"].get(task, {}).get("effective")   # a group of tasks has none
+        numbers["questions"][task] = count
+        for key, value in scores.items():       # "acc,none", "acc_stderr,none"; or a filter's name
+            measure, comma, way = key.partition(",")
+            if comma and not measure.endswith("_stderr"):
+                name = f"{task} {measure}" + f" {way}" * (way != "none")
+                error = scores.get(f"{measure}_stderr,{way}")       # "N/A" if there is none
+                error = error if isinstance(error, float) and math.isfinite(error) else None
+                numbers |= {name: float(value), f"{name} +-": error}
+                rows.append([name, None if count is None else str(count), float(value), error])
+    text = table(rows, ["task", "questions", "score", "+-"])
+    return numbers, f"{text}\n\n+-: standard error of the score"
 
 
-def judge(name, rows, answers, guess):
-    """The numbers of a task: "n", "chance", and for each of its MEASURES {"value", "stderr", "rows"}. Accuracies also
-    have "adjusted" and "than_guessing": does the accuracy differ from the chance by more than two standard errors of
-    guessing n times? answers: [[Answer]], a list for each row. guess: the chance, None if it is undefined."""
-    found, by_measure = {"n": len(rows), "chance": guess}, measured(name, rows, answers)
-    for measure in MEASURES[name]:
-        values = np.asarray(by_measure[measure], float)
-        value, error = mean_and_error(values)
-        if "perplexity" in measure:             # exp of the mean, its error by the delta method
-            value = math.exp(value) if value < 700 else math.inf        # exp of more overflows
-            error = error and value * error
-        # a number for each row, as one line of text, so that JSON stays short
-        rowwise = " ".join(f"{number:.6g}" for number in values)
-        found[measure] = {"value": value, "stderr": error, "rows": rowwise}
-        if measure.startswith("acc"):
-            outcome = verdict(value - guess, math.sqrt(guess * (1 - guess) / len(rows)), "no better", "better", "worse")
-            left = 1 - guess or 1.0             # 1 if guessing is always right, so nothing is left to gain
-            found[measure] |= {"adjusted": (value - guess) / left, "than_guessing": outcome if guess else None}
-    return found
+def task_manager(args):
+    """The harness's list of tasks, with those of --include_path. Raises ValueError on an unknown
+    task."""
+    for defaults in (False, True):              # the harness's own tasks take seconds to list
+        manager = files.optional("lm_eval.tasks").TaskManager(
+            include_path=args.include_path or None, include_defaults=defaults)
+        unknown = [name for name in args.tasks.split(",") if not manager.match_tasks([name])]
+        if not unknown:
+            return manager
+    raise ValueError(f"unknown task {unknown[0]!r}: lm-eval ls tasks lists the names, and "
+                     "--include_path=FOLDER adds tasks")
 
 
-def verdict(difference, error, near, above, below):
-    """near, above or below: is a difference beyond two standard errors?"""
-    return near if abs(difference) <= 2 * error else above if difference > 0 else below
+class Answering:
+    """The requests of lm_eval.api.model.TemplateLM, answered by a run."""
 
+    def __init__(self, run, args):
+        super().__init__()
+        self.run, self.bos, self.batch_size = run, args.bos, args.batch_size
+        self.length = args.length or run.model.config.block_size
+        run.check_positions(self.length)
+        self.coder = text_tokenizer(run)
+        self.ends = {self.coder.separator, *run.meta.get("ends", [])}           # of a text
 
-def measured(name, rows, answers):
-    """The numbers of all rows by measure, {measure: (n,)}. An accuracy or bits_per_byte is the mean of its numbers, a
-    perplexity exp of the mean. The standard error of the mean gives that of the measure."""
-    if name == "lambada":
-        return {"acc": [word.greedy for [word] in answers], "perplexity": [-word.loglik for [word] in answers]}
-    if name == "wikitext":                      # perplexities per word and per byte
-        losses, found = np.array([-sum(answer.loglik for answer in page) for page in answers], float), []
-        for counts in ([page.words for page in rows], [page.bytes for page in rows]):
-            # a number for each row: value + (its loss - value * its count) / mean count. The mean of these numbers is
-            # the ratio `value`, and the standard error of their mean is that of the ratio by the delta method
-            counts = np.array(counts, float)
-            value = losses.sum() / counts.sum()
-            found.append(value + (losses - value * counts) / counts.mean())
-        return dict(zip(MEASURES[name], [*found, found[1] / math.log(2)], strict=True))
-    found = {"acc": [], "acc_norm": []}         # is the right choice's score the highest? The first wins a tie
-    for row, choices in zip(rows, answers, strict=True):
-        sums = np.array([answer.loglik for answer in choices])
-        for measure, scores in (("acc", sums), ("acc_norm", sums / [len(choice) for choice in row.choices])):
-            found[measure].append(scores.argmax() == row.gold)
-    return found
+    @property
+    def eot_token_id(self):
+        return self.coder.separator             # it also precedes a text without a context
 
+    def tok_encode(self, text, add_special_tokens=None, **_):
+        front = [self.coder.separator] if self.bos and add_special_tokens is None else []
+        return front + self.coder.encode(text).tolist()
 
-def chance(name, rows):
-    """The score of guessing on the rows of a whole file, as the head of this file defines it. None for wikitext."""
-    if name in ("wikitext", "lambada"):
-        return None if name == "wikitext" else 0.0                      # a random word is almost never right
-    if name == "boolq":
-        yes = float(np.mean([row.gold for row in rows]))
-        return max(yes, 1 - yes)
-    return float(np.mean([1 / len(row.choices) for row in rows]))
+    def ask(self, requests):
+        return answers(self.run.model, self.run.machine, requests, self.batch_size)
 
+    def _loglikelihood_tokens(self, requests, **_):
+        asked = []
+        for _, context, continuation in requests:
+            count, ids = len(continuation), (context or [self.eot_token_id]) + continuation
+            if not 0 < count <= self.length:
+                raise ValueError(f"a continuation has {count} tokens where the model can predict "
+                                 f"1 to {self.length}: give a larger --length, or leave this task "
+                                 "out of --tasks")
+            asked.append((ids[-self.length - 1:], count))
+        return [(answer.loglik, answer.greedy) for answer in self.ask(asked)]
 
-def averages(tasks):
-    """The means over tasks of their first measures, with equal weights: over all tasks that have an accuracy, and over
-    the EIGHT if all of them and at least one other task are among these. None for a single task."""
-    found = {}
-    for label, names in averaged(tasks).items():
-        scores = [tasks[name][MEASURES[name][0]] for name in names]
-        value, error = mean_of([(score["value"], score["stderr"]) for score in scores])
-        found[label] = {"tasks": len(scores), "value": value, "stderr": error,
-                        "adjusted": sum(score["adjusted"] for score in scores) / len(scores)}
-    return found
+    def loglikelihood_rolling(self, requests, **_):
+        """The log-likelihood of each text, in windows that predict every token once."""
+        windows_of = files.optional("lm_eval.utils").get_rolling_token_windows
+        texts = []
+        for request in requests:
+            ids = self.coder.encode(request.args[0]).tolist()
+            windows = windows_of(ids, self.eot_token_id, self.length, context_len=1)
+            texts.append([([*inputs, new[-1]], len(new)) for inputs, new in windows])
+        heard = iter(self.ask(list(itertools.chain(*texts))))
+        return [sum(next(heard).loglik for _ in windows) for windows in texts]
 
+    def generate_until(self, requests, **_):
+        texts = []                              # the requests of a task have the same settings
+        for settings, alike in itertools.groupby(requests, lambda request: request.args[1]):
+            texts += self.continued([request.args[0] for request in alike], settings)
+        return texts
 
-def averaged(tasks):
-    """The tasks of each average, {name: tasks}."""
-    scored = [name for name in tasks if "acc" in tasks[name]]
-    wanted = {"average": scored} if len(scored) > 1 else {}
-    return wanted | ({"average of eight": EIGHT} if set(EIGHT) < set(scored) else {})
-
-
-def mean_of(found):
-    """The mean of independent [(value, standard error)], and its own error: None if an error is None."""
-    values, errors = zip(*found, strict=True)
-    return sum(values) / len(values), None if None in errors else math.hypot(*errors) / len(errors)
-
-
-def compared(scores, first):
-    """The table's cells for the mean of several scores of a run minus that of the first run on the same rows.
-    Perplexities enter by their logarithms."""
-    rows = [[np.array(score["rows"].split(), float) for score in pair] for pair in zip(scores, first, strict=True)]
-    value, error = mean_of([mean_and_error(ours - theirs) for ours, theirs in rows])
-    outcome = None if error is None else verdict(value, error, "cannot be told apart", "higher", "lower")
-    return {"difference": short(value), "+- ": short(error), "verdict": outcome}
-
-
-MEANINGS = {                                    # the columns of the table
-    "score": "value of the measure", "+-": "standard error", "n": "rows", "chance": "score of guessing",
-    "adjusted": "(score - chance) / (1 - chance)",
-    "than guessing": "no better: within two standard errors of chance, those of guessing n times",
-    "difference": "the score minus the first run's on the same rows; for perplexities, of their logarithms",
-    "+- ": "standard error of that difference",
-    "verdict": "cannot be told apart: the difference is at most two of these errors"}
-
-
-def tell(args, found):
-    """A table with a row for each score. With several runs, the rows of one measure are adjacent, and show the
-    differences from the first run."""
-    several, lines, (first, *_) = len(found) > 1, {}, found.values()
-    parts = {(name, measure): [(name, measure)] for name in first["tasks"] for measure in MEASURES[name]}
-    for name, names in averaged(first["tasks"]).items():
-        parts[name, f"{len(names)} tasks"] = [(task, MEASURES[task][0]) for task in names]
-    for (name, measure), behind in parts.items():
-        for place, numbers in found.items():
-            task = numbers["tasks"].get(name, {})
-            score = task[measure] if task else numbers["averages"][name]
-            row = {"score": short(score["value"]), "+-": short(score["stderr"]),
-                   "than guessing": score.get("than_guessing")}
-            if not several:
-                row |= {"n": str(task["n"]) if task else None, "adjusted": score.get("adjusted"),
-                        "chance": task.get("chance") or None if "adjusted" in score else None}
-            if numbers is not first:
-                scores, others = ([run["tasks"][task][which] for task, which in behind] for run in (numbers, first))
-                row |= compared(scores, others)
-            lines[f"{name} {measure}{several * f' {place}'}"] = row
-    notes = [explained(lines, MEANINGS, "task")]
-    if any(numbers["averages"] for numbers in found.values()):
-        notes.append("averages take the first measure of each task; average of eight: the tasks of Lazy Attention's "
-                     "table 1")
-    for place, numbers in found.items():
-        cut = [f"{task['cut']} of {name}" for name, task in numbers["tasks"].items() if task["cut"]]
-        if cut:
-            notes.append(f"longer than {numbers['length']:,} tokens{several * f' in {place}'}, and cut at the "
-                         f"beginning: rows {', '.join(cut)}")
-    return "\n".join(notes)
-
-
-def short(value):
-    """A number as a cell; a huge perplexity in scientific notation."""
-    return value if value is None or abs(value) < 1e5 else f"{value:.3g}"
-
-
-def draw(path, runs):
-    """Draw a bar for the first accuracy of each task and run, with two standard errors up and down, and a dashed line
-    for guessing. runs: {name: numbers}, as command returns them. Raises ValueError if there are no accuracies."""
-    chances = {name: task["chance"] for found in reversed(runs.values()) for name, task in found["tasks"].items()}
-    names = [name for name in MEASURES if chances.get(name) is not None]
-    if not names:
-        raise ValueError("there is no accuracy to draw: give --tasks other than wikitext")
-    width, places = 0.8 / len(runs), np.arange(len(names))
-    with figure_of(path, [3.8], [1.8 + len(names) * max(0.75, 0.32 * len(runs))]) as [[ax]]:
-        for number, (label, found) in enumerate(runs.items()):
-            scores = {x: found["tasks"][name][MEASURES[name][0]] for x, name in enumerate(names)
-                      if name in found["tasks"]}
-            ax.bar([x + (number + 0.5) * width - 0.4 for x in scores], [score["value"] for score in scores.values()],
-                   0.92 * width, yerr=[2 * (score["stderr"] or 0) for score in scores.values()], label=label,
-                   error_kw={"elinewidth": 1, "ecolor": "0.25", "capsize": 2}, zorder=2)
-        ax.hlines([chances[name] for name in names], places - 0.46, places + 0.46, color="black", linestyle="--",
-                  linewidth=1.2, zorder=3, label="guessing")
-        ax.set_xticks(places, [f"{name}\n{MEASURES[name][0]}" for name in names], fontsize=7)
-        ax.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, 1))
-        ax.grid(axis="y", color="0.9", zorder=0)
-        frame(ax, ylabel="share of right answers, with two standard errors")
-        ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    def continued(self, prompts, settings):
+        """The texts that follow these prompts, each up to its first stop string. A prompt that is
+        too long loses its beginning."""
+        settings = files.optional("lm_eval.models.utils").normalize_gen_kwargs(settings, 256)
+        count, until = settings["max_gen_toks"], [text for text in settings["until"] if text]
+        if count >= self.length:
+            raise ValueError(f"an answer of {count} tokens leaves no room for its prompt: give a "
+                             f"larger --length than {self.length}, or leave this task out of "
+                             "--tasks")
+        # generation also stops at an id whose own text contains a stop string
+        stop = {i for i in range(self.coder.vocab_size)
+                if any(text in self.coder.decode([i]) for text in until)}
+        how = {"temperature": 0, "stop": sorted(stop | self.ends)}
+        how |= {name: settings[name] for name in ("temperature", "top_k", "top_p")
+                if name in settings}
+        asked = [self.tok_encode(prompt)[count - self.length:] or [self.eot_token_id]
+                 for prompt in prompts]
+        said = generated(self.run.model, self.run.machine, asked, self.batch_size, count, **how)
+        texts = []
+        for ids in said:
+            ids = itertools.takewhile(lambda i: i not in self.ends, ids)
+            text = self.coder.decode(list(ids))
+            texts.append(min((text.partition(word)[0] for word in until), key=len, default=text))
+        return texts

@@ -1,196 +1,311 @@
 """The board: every recipe on the same text, with the same model and the same number of tokens.
 
-With a seed of its own, each recipe chooses its learning rate among three; with the other seeds it is trained at that
-rate, and other commands measure these runs. Finished runs are rows of results/board.json, or of a file of your own. The
-command adds those that are missing. docs/board.md says why, and evals/board_page.py makes its tables and pictures.
+With a seed of its own, each recipe chooses its learning rate among several. With the other seeds it
+is trained at that rate, and other commands measure these runs. Every finished run is a row of
+results/board.json, or of a file of your own, and the command adds the missing ones. docs/board.md
+explains the measurements and has the table.
 """
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 
-from attention import recipe
+import numpy as np
+import torch
+
+from attention import ATTENTIONS, pattern, recipe
 from common import files
 from common.flags import Knobs, knob
 from common.runs import ROOT, output_of
-from evals.board_page import TRIAL, by_seed, ladder_of, layers_of, table_of, text_of, words_of, write_pages
-from evals.instrument import recipe_names, whole_numbers
-from evals.jobs import Place, all_jobs, do_all, look_job, result_of, train_job
-from evals.lab_runs import COMMANDS, RECIPES, SEEDS, SETUPS, TIMED
+from evals.instrument import (
+    each_done, legend, markdown, mean_and_error, recipe_names, train_if_missing, whole_numbers)
+from evals.measures import MEASURES, printed
+from evals.pictures import GREY, figure_of, frame
 
-RATES = [setup.removeprefix("board-") for setup in SETUPS if setup.startswith("board-")]
-LADDER = "softmax", "gated", "elastic", "lazy", "softpick", "sigmoid", "entmax", "tda", "gated_deltanet", "hybrid"
-FIGURES = {                                     # {column: (a command of lab_runs.toml, the part of its numbers)}
-    "bits": ("board-loss", lambda found: found["bits_per_byte"]),
-    "2x": ("board-lengths", lambda found: found["lengths"][1]["more"] / math.log(2)),
-    "4x": ("board-lengths", lambda found: found["lengths"][2]["more"] / math.log(2)),
-    **{measure: ("board-probe", lambda found, measure=measure: found["lengths"][0][measure]) for measure in (
-        "sink", "density", "sparsity", "empty_rows")},
-    "dispersion": ("board-probe", lambda found: found["lengths"][1]["dispersion"]),
-    # in each layer, the largest channel: its number, its value, and this over the median
-    "massive": ("board-probe", lambda found: max(place["channels"][0][2] for place in found["stream"]))}
-KEPT = "parameters", "seconds", "machine", "versions", "data_hash"         # of meta.json
+RECIPES = {                                     # flags of train.py under a name
+    "hybrid": "--layers=gated_deltanet*3+softmax",
+    "no-conv": "--attn=gated_deltanet --conv=off",
+    "no-positions": "--attn=softmax --pos=none",
+    "tda-0.3": "--attn=tda --attn_args=learn_beta=0,beta_init=0.3",
+    "blind": "--attn=window --window=1",        # rows see only themselves
+}
+TRIAL = 1                                       # the seed that chooses the learning rate
+SPEED = ("speed", "--lengths=256", "--memory=", "--n_head=4", "--dtype=float32", "--device=cpu")
+CACHE = ("speed", "--decode", "--lengths=4096", "--n_head=4", "--n_embd=128", "--dtype=float32",
+         "--device=cpu", "--repeats=1")
+OF_META = "parameters", "seconds", "machine", "versions", "data_hash"
+OF_REPORT = "val", "sink", "density", "sparsity", "empty_rows"
+MEANINGS = {                                    # {column: its meaning}
+    "family": "its colour in the picture", "rate": "the best of the learning rates",
+    "runs": "number of seeds", "bits": "bits per byte of the validation split",
+    "over softmax": "bits less softmax's of the same seed, 95 % interval",
+    "2x": "bits more in windows twice as long as in training",
+    "4x": "bits more in windows four times as long",
+    "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
+    "empty_rows": MEASURES["empty_rows"],
+    "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
+    "massive": "largest channel of the hidden state with the largest norm, over the median, in "
+               "windows of 1,024",
+    "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
+    "speed": "training steps a second on one thread of a CPU, relative to softmax"}
+MEANS = ("bits", "2x", "4x", "sink", "density", "sparsity", "empty_rows", "dispersion", "massive",
+         "parameters")
+COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c",
+           "two views": "#9467bd", "a state": "#ff7f0e", "unknown": GREY}
 
 
 @dataclass
 class Board(Knobs):
     """Flags of board"""
-    attn: str = knob("all", "recipes, also those of lab_runs.toml, separated by commas")
-    seeds: str = knob(SEEDS, "seeds, separated by commas; empty: train nothing, show what is there")
+    attn: str = knob("all", f"recipes, also {', '.join(RECIPES)}, separated by commas")
+    seeds: str = knob("2,3,4", "seeds, separated by commas; empty: train nothing")
     rates: str = knob("2e-3,4e-3,8e-3", "learning rates to try, separated by commas")
-    also: str = knob("steps,ladder", "further runs: steps (softmax, with fewer and more steps), ladder, words "
-                                     "(softmax and the ten best of these recipes, on --books); empty: none")
-    books: str = knob("books", "folder with text files for words, one of them moby-dick")
+    dataset: str = knob("", "data set of train.py; empty: the Python sources")
+    train_args: str = knob("", "further flags of train.py, separated by spaces")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
-    results: str = knob("", "file of the rows; empty: OUT_DIR/board.json, beside those of results/board.json. With "
-                         "--results=results/board.json docs/board.md and README get new tables and pictures")
-    train_args: str = knob("", "further flags of train.py, separated by spaces, for a trial or for larger models")
+    results: str = knob("", "file of the rows; empty: OUT_DIR/board.json, beside those of "
+                            "results/board.json")
     json: bool = knob(False, "print JSON instead of a table")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in set(names_of(self)) - RECIPES.keys():
+            recipe(name)                        # raises ValueError
+        if self.seeds and TRIAL in whole_numbers(self.seeds, "seeds"):
+            raise ValueError(f"--seeds={self.seeds}: {TRIAL} only chooses the learning rate, so "
+                             "give others")
+        if not all(0 < rate < math.inf for rate in rates_of(self)):
+            raise ValueError(f"--rates={self.rates} must be numbers above 0")
+        if (self.dataset or self.train_args) and self.out_dir == Board.out_dir:
+            raise ValueError("--dataset and --train_args make other runs: give them a folder of "
+                             "their own with --out_dir")
+
+
+def names_of(args):
+    return [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
+
+
+def rates_of(args):
+    try:
+        return [float(rate) for rate in args.rates.split(",")]
+    except ValueError:
+        raise ValueError(f"--rates={args.rates} must be numbers separated by commas") from None
 
 
 def command(args, run):
-    """Train every recipe on the same text, each at the best of three learning rates, and compare them."""
-    further, rates = further_setups(args.also), args.rates.split(",")
-    if args.train_args and args.out_dir == Board.out_dir:
-        raise ValueError("--train_args makes other runs: give them a folder of their own with --out_dir")
-    if "words" in further and args.seeds and not Path(args.books).is_dir():
-        raise ValueError(f"--also=words needs a folder with texts, and {args.books} is none: name it with --books")
-    if unknown := [rate for rate in rates if rate not in RATES]:
-        raise ValueError(f"--rates={unknown[0]}: choose from {', '.join(RATES)}")
-    names = [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
-    for name in (name for name in names if name not in RECIPES):
-        recipe(name)                            # raises ValueError
+    """Train every recipe on the same text, each at the best of several learning rates, and compare
+    them."""
     file = Path(args.results or f"{args.out_dir}/board.json")
-    others = {} if args.results or args.train_args else read_rows(ROOT / "results/board.json")
-    rows = (read_rows(file) if file.exists() else {}) | others
-    if not rows and not args.seeds:
-        raise ValueError(f"--seeds= trains nothing, and {file} is not there")
+    alone = args.results or args.dataset or args.train_args
+    others = {} if alone else read_rows(ROOT / "results/board.json")
+    rows = others | (read_rows(file) if file.exists() else {})
 
-    def best(name, setup=""):                   # the rate with the lowest loss among those tried; for -lower, the next
-        rate = min(rates + RATES, key=lambda rate: rows.get((name, f"board-{rate}", TRIAL), {}).get("val", math.inf))
-        return RATES[max(0, RATES.index(rate) - 1)] if setup.endswith("-lower") else rate
-
-    def save():
-        lines = ",\n".join(json.dumps(row) for key, row in rows.items() if others.get(key) != row)   # one line a run
+    def save():                                 # one line a run
+        lines = [json.dumps(row) for key, row in rows.items() if others.get(key) != row]
         with files.replacing(file, "w") as f:
-            f.write(f"[\n{lines}\n]\n")
+            f.write("[\n" + ",\n".join(lines) + "\n]\n")
 
-    if seeds := whole_numbers(args.seeds, "seeds") if args.seeds else []:
-        if TRIAL in seeds:
-            raise ValueError(f"--seeds={args.seeds}: {TRIAL} only chooses the learning rate, so give others")
-        add_costs(names, rows)                  # alone, before anything trains
-        save()
-        for runs in base_runs(names, seeds, rates, best):
-            add_runs(runs, rows, best, args)
-            save()
-            check_text(runs, rows)
-        first = [name for name in table_of(by_seed(rows, best), rows) if name in names]
-        for setup in further:
-            add_runs(runs_of(setup, names, first, seeds), rows, best, args)
-            save()
-    runs = by_seed(rows, best)
-    table = table_of(runs, rows)
-    ladder, words = ladder_of(runs), words_of(runs, table)
-    if file.resolve() == ROOT / "results/board.json":
-        write_pages(table, ladder, words)
-    found = {"runs": [*rows.values()], "table": table, "ladder": ladder, "words": words}
-    return found, text_of(table, ladder, words, rows)
-
-
-def check_text(runs, rows):
-    """Raise ValueError if one of these runs is on another text than all of softmax's."""
-    known = {row.get("data_hash") for (name, setup, _), row in rows.items()
-             if name == "softmax" and setup.startswith("board-")} - {None}
-    for name, setup, seed in runs:
-        text = rows[name, setup, seed].get("data_hash")
-        if known and text and text not in known:
-            raise ValueError(f"{name} is on another text than softmax: your Python has other sources. Train both on "
-                             f"them, with --attn=softmax,{name} --results=out/own.json")
+    if args.seeds:
+        add_missing(args, rows, save)
+    table = table_of(rows)
+    if not table:
+        raise ValueError(f"{file} has no finished run: give --seeds, and see the errors above")
+    text = markdown([[f"`{name}`", *map(cell, row.values())] for name, row in table.items()],
+                    ["recipe", *map(printed, MEANINGS)])
+    meanings = legend({printed(key): meaning for key, meaning in MEANINGS.items()})
+    return {"runs": [*rows.values()], "table": table}, f"{text}\n\n{meanings}"
 
 
 def read_rows(file):
-    return {(row["recipe"], row["setup"], row["seed"]): row for row in files.read_json(file)}
+    """{(recipe, rate, seed): row}; a recipe's costs have neither rate nor seed."""
+    rows = files.read_json(file)
+    if any("setup" in row for row in rows):
+        raise ValueError(f"{file} is of an earlier version, which commit 55b941e still reads: give "
+                         "another --out_dir or --results")
+    return {(row["recipe"], row.get("rate"), row.get("seed")): row for row in rows}
 
 
-def further_setups(also):
-    """The set-ups of --also. Raises ValueError on other words."""
-    kinds = {kind: [setup for setup in SETUPS if setup.partition("-")[0] == kind]
-             for kind in ("steps", "ladder", "words")}
-    known = kinds | {setup: [setup] for setups in kinds.values() for setup in setups}
-    if unknown := [name for name in also.split(",") if also and name not in known]:
-        raise ValueError(f"--also={unknown[0]}: choose from {', '.join(known)}")
-    return sum((known[name] for name in also.split(",") if also), [])
+# ---------------------------------------------------------------------------------------- measuring
 
 
-def base_runs(names, seeds, rates, best):
-    """Yield the runs of the base table, two recipes at a time, which keep two workers busy, as {(recipe, set-up, seed):
-    the commands that look at it}."""
-    for pair in (names[i:i + 2] for i in range(0, len(names), 2)):
-        yield {(name, f"board-{rate}", TRIAL): () for name in pair for rate in rates}
-        yield {(name, f"board-{best(name)}", seed): COMMANDS for seed in seeds for name in pair}
+def add_missing(args, rows, save):
+    """Add the rows that the flags ask for: costs, then trials, then the runs that count. save() is
+    called after each. Raises ValueError if a recipe was trained on another text than softmax."""
+    names, seeds = names_of(args), whole_numbers(args.seeds, "seeds")
+    workers = args.workers or (1 if torch.cuda.is_available() else 2)
+
+    def add(work, jobs, workers):
+        missing = [job for job in dict.fromkeys(jobs) if job not in rows]
+        for job, row in each_done(work, missing, workers):
+            rows[job] = row
+            save()
+
+    # costs first: other work on the machine would disturb them
+    add(cost_row, [(layer, None, None) for name in names for layer in layers_of(name)], 1)
+    train = partial(run_row, args)
+    add(train, [(name, rate, TRIAL) for name in names for rate in rates_of(args)], workers)
+    texts = {row["data_hash"] for (name, _, seed), row in rows.items()
+             if name in ("softmax", *names) and seed == TRIAL}
+    if len(texts) > 1:
+        raise ValueError("these recipes and softmax have different texts, since versions of Python "
+                         "have different sources: train all on yours, with --attn=softmax,... "
+                         "--results=out/own.json")
+    best = {name: best_rate(name, rows) for name in names}
+    trained = [name for name in names if best[name]]
+    add(train, [(name, best[name], seed) for seed in seeds for name in trained], workers)
 
 
-def runs_of(setup, names, first, seeds):
-    """The runs of a further set-up, as those of base_runs. first: these recipes by their bits in the base table."""
-    recipes = [name for name in ("softmax",) if name in names]
-    if setup.startswith("ladder"):
-        recipes, seeds = [name for name in LADDER if name in names], seeds[:2]
-    elif setup == "words":                      # with softmax, to which the others are compared
-        recipes = ["softmax", *[name for name in first if name != "softmax"][:10]]
-    return {(name, setup, seed): ["board-loss"] for seed in seeds for name in recipes}
+def cost_row(name, *_):
+    """The speed of a recipe's training steps relative to softmax, and the KiB of keys, values or
+    state that a new token reads after 4,096 others: four times those of one layer, or None if the
+    recipe cannot be decoded."""
+    step = numbers_of(*SPEED, f"--attn={name}")
+    cache = numbers_of(*CACHE, f"--attn={name}")
+    speed = 1 if name == "softmax" else step["lengths"]["256"][name]["step"]
+    read = cache["lengths"]["4096"].get(name)
+    return {"recipe": name, "speed": round(speed, 3), "kib": read and 4 * read["bytes"] / 1024,
+            "machine": step["machine"]}
 
 
-def add_costs(names, rows):
-    """Add rows with what recipes cost: the speed of a training step relative to softmax, and the KiB of keys, values or
-    state that a new token reads after 4,096 others, four times those of the first layer (None: it cannot be decoded).
-    If the measurement fails, each recipe is measured alone: a rule of a user's own may be the reason."""
-    names = [name for name in dict.fromkeys(sum(map(layers_of, names), []))
-             if "speed" not in rows.get((name, "cost", 0), {})]
-    if not names:
-        return
+def run_row(args, name, rate, seed):
+    """The row of a run, which is trained if it is missing. The seed TRIAL needs only its loss."""
+    folder = Path(args.out_dir) / f"{name}-{rate:g}-{seed}"
+    data = [f"--dataset={args.dataset}"] if args.dataset else []
+    meta = train_if_missing(folder, [
+        "--preset=tiny", "--dtype=float32", f"--learning_rate={rate:g}", f"--seed={seed}",
+        f"--out_dir={folder}", *flags_of(name), *data, *args.train_args.split()], quiet=True)
+    row = {"recipe": name, "rate": rate, "seed": seed} | {key: meta[key] for key in OF_META}
+    if seed == TRIAL:
+        return row | {"val": meta["report"]["val"]}
+    row |= {key: meta["report"].get(key) for key in OF_REPORT}
+    row["bits"] = numbers_of("loss", f"--out_dir={folder}")["bits_per_byte"]
     try:
-        steps, caches = (json.loads(output_of(
-            "eval.py", *TIMED[look].split(), f"--attn={','.join(names)}", "--json", OMP_NUM_THREADS="1"))
-            for look in ("board-speed", "board-cache"))
-    except ValueError as e:
-        rows[names[0], "cost", 0] = {"recipe": names[0], "setup": "cost", "seed": 0, "failed": str(e)}
-        for name in names if names[1:] else ():
-            add_costs([name], rows)
-        return
-    for name in names:
-        speed = 1 if name == "softmax" else steps["lengths"]["256"][name]["step"]
-        cache = caches["lengths"]["4096"].get(name)
-        rows[name, "cost", 0] = {"recipe": name, "setup": "cost", "seed": 0, "speed": round(speed, 3),
-                                 "kib": cache and 4 * cache["bytes"] / 1024, "machine": steps["machine"]}
+        _, twice, four_times = numbers_of("lengths", f"--out_dir={folder}")["lengths"]
+        probed = numbers_of("probe", "--lengths=1024", "--windows=16", f"--out_dir={folder}")
+    except ValueError:                          # some positions know no longer windows
+        return row
+    return row | {
+        "2x": twice["more"] / math.log(2), "4x": four_times["more"] / math.log(2),
+        "dispersion": probed["lengths"][0]["dispersion"],
+        # in each layer, the largest channel: its number, its value, and this over the median
+        "massive": max(place["channels"][0][2] for place in probed["stream"])}
 
 
-def add_runs(runs, rows, best, args):
-    """Measure those of these runs {(recipe, setup, seed): the commands that look at it} that are missing or failed, and
-    add them to the rows. A figure is None if its command failed: some positions know no longer windows."""
-    jobs, missing = {}, {}
-    for (name, setup, seed), looks in runs.items():
-        row, its_rate = rows.get((name, setup, seed), {}), setup.partition("board-")[2]     # only in the base table
-        rate = its_rate or best(name, setup)
-        flags = args.train_args if its_rate else f"{args.train_args} --learning_rate={rate}"
-        run, place = f"{name}@{setup}", Place(args.out_dir, args.books, flags)
-        found = {"": train_job(run, seed, place)} | {look: look_job(look, run, seed, place) for look in looks}
-        again = "failed" in row and found[""].place.exists()            # its run is here, so only commands are repeated
-        if again or row.get("bits" if looks else "val") is None or row["rate"] != rate:
-            jobs[name, setup, seed], missing[name, setup, seed] = found, rate
-    failed = do_all(all_jobs(job for found in jobs.values() for job in found.values()), args.workers)
-    for (name, setup, seed), rate in missing.items():
-        trained, found = jobs[name, setup, seed].pop(""), jobs[name, setup, seed]
-        rows[name, setup, seed] = row = {"recipe": name, "setup": setup, "rate": rate, "seed": seed}
-        reasons = [failed[job.place] for job in (*trained.after, trained, *found.values()) if job.place in failed]
-        row |= {"failed": reasons[0]} if reasons else {}
-        if (report := result_of(trained)) is None:
-            row.setdefault("failed", "not finished")
-            continue
-        meta = files.read_json(trained.place / "meta.json")
-        row |= {"val": report["val"], "steps": meta["losses"]["step"]} | {key: meta[key] for key in KEPT}
-        for column, (look, figure) in FIGURES.items():
-            if look in found:
-                numbers = result_of(found[look])
-                value = None if numbers is None else figure(numbers)
-                row[column] = float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
+def numbers_of(*words):
+    return json.loads(output_of("eval.py", *words, "--json", OMP_NUM_THREADS="1"))
+
+
+def flags_of(name):
+    return RECIPES.get(name, f"--attn={name}").split()
+
+
+def layers_of(name):
+    """The recipes of its layers: several for one with --layers."""
+    return [layer for layer, _ in pattern(flags_of(name)[0].partition("=")[2])]
+
+
+# -------------------------------------------------------------------------------- table and picture
+
+
+def best_rate(name, rows):
+    """The learning rate whose trial has the lowest validation loss; None without a trial."""
+    trials = {rate: row["val"] for (other, rate, seed), row in rows.items()
+              if other == name and seed == TRIAL}
+    return min(trials, key=trials.get, default=None)
+
+
+def table_of(rows):
+    """{recipe: {column: a number, the ends (low, high) of a 95 % interval, or None}}, the fewest
+    bits first. Only runs with the recipe's best rate count, and only recipes that still exist."""
+    groups, found = {}, {}
+    for (name, rate, seed), row in rows.items():
+        known = name in RECIPES or name in ATTENTIONS
+        if known and row.get("bits") and rate == best_rate(name, rows):
+            groups.setdefault(name, {})[seed] = row
+    softmax = groups.get("softmax", {})
+    for name, group in groups.items():
+        columns = {key: [run.get(key) for run in group.values()] for key in MEANS}
+        row = {key: None if None in values else fmean(values) for key, values in columns.items()}
+        over = [group[seed]["bits"] - softmax[seed]["bits"] for seed in group if seed in softmax]
+        row["over softmax"] = interval(over) if len(over) > 1 and name != "softmax" else None
+        row |= {"family": family(name, row), "rate": best_rate(name, rows), "runs": len(group)}
+        row |= cost_of(name, rows)
+        found[name] = {key: row.get(key) for key in MEANINGS}
+    return dict(sorted(found.items(), key=lambda item: item[1]["bits"]))
+
+
+def interval(values):
+    """The 95 % interval of the mean of at least two values, (low, high)."""
+    mean, error = mean_and_error(values)
+    reach = error * quantile(len(values) - 1)
+    return mean - reach, mean + reach
+
+
+def quantile(degrees):
+    """The t that Student's distribution exceeds with a chance of 2.5 %: 12.7 with one degree."""
+    angles = np.linspace(0, np.pi / 2, 100_001)             # t = sqrt(degrees) tan(angle)
+    density = np.cos(angles) ** (degrees - 1)
+    area = np.cumsum(density[1:] + density[:-1])
+    return degrees ** 0.5 * np.tan(np.interp(0.95, area / area[-1], angles[1:]))
+
+
+def cost_of(name, rows):
+    """{"speed", "kib"} of a recipe, means of time and of KiB over its layers; {} if they are
+    unknown, as for flags of other axes, which take time."""
+    costs = [rows.get((layer, None, None)) for layer in layers_of(name)]
+    further = [flag for flag in flags_of(name)[1:] if not flag.startswith("--attn_args=")]
+    if None in costs or further:
+        return {}
+    caches = [cost["kib"] for cost in costs]
+    return {"speed": fmean(1 / cost["speed"] for cost in costs) ** -1,
+            "kib": None if None in caches else fmean(caches)}
+
+
+def family(name, row):
+    axes = ATTENTIONS[layers_of(name)[0]]
+    if axes.get("mixer") == "recurrent":
+        return "a state"
+    if "diff" in axes or "dex" in axes:
+        return "two views"
+    if "gate" in axes:
+        return "a gate"
+    if row["sink"] is None:
+        return "unknown"
+    return "rows sum to 1" if abs(row["sink"] + row["density"] - 1) < 0.01 else "rows of any sum"
+
+
+def cell(value):
+    """A number, an interval, a word or None as a cell of the table."""
+    if isinstance(value, tuple):
+        return f"{sum(value) / 2:+.3f} ±{(value[1] - value[0]) / 2:.3f}"
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:,.0f}" if abs(value) >= 10 or isinstance(value, int) else f"{value:.3f}"
+
+
+def draw(path, numbers):
+    """Draw bits over softmax against the speed of a step. Lines are 95 % intervals."""
+    points = {name: row for name, row in numbers["table"].items()
+              if row["speed"] and (row["over softmax"] or name == "softmax")}
+    with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):
+        ax.set_yscale("symlog", linthresh=0.02)             # most lie near 0, a few far above
+        ticks = (-0.2, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+        ax.set_yticks(ticks, map(str, ticks))
+        ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
+        for i, (name, row) in enumerate(points.items()):
+            low, high = row["over softmax"] or (0, 0)
+            x, y, colour = row["speed"], (low + high) / 2, COLOURS[row["family"]]
+            ax.errorbar(x, y, (high - low) / 2, fmt="o", markersize=4, color=colour,
+                        ecolor=(colour, 0.4))
+            # neighbours have their names on different sides
+            ax.annotate(name, (x, y), (-6 if i % 2 else 6, 0), textcoords="offset points",
+                        ha="right" if i % 2 else "left", va="center", fontsize=7,
+                        weight="bold" if name == "softmax" else "normal")
+        for family in dict.fromkeys(row["family"] for row in points.values()):
+            ax.plot([], "o", markersize=4, color=COLOURS[family], label=family)
+        frame(ax, "", "speed of a training step (softmax: 1)",
+              "bits per byte over softmax (lower is better)")
+        ax.legend(frameon=False, fontsize=8)

@@ -22,6 +22,7 @@ import glob
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -38,7 +39,8 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import Knobs, fields_of, knob, with_recipe
 from common.machine import Machine
-from common.runs import flags_to_finish, load_weights, process_of, read_run, read_weights, run_with, what_is_new
+from common.runs import (
+    flags_to_finish, load_weights, output_of, process_of, read_run, read_weights, run_with, what_is_new)
 from data import tokens
 from evals.measures import NAMES, printed
 from model import GPT, GPTConfig
@@ -210,20 +212,41 @@ def model_config(stored, given):
     return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
 
 
-def train_if_missing(folder, flags):
-    """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a separate process,
-    unless the folder has a finished run with these flags that is newer than the run of --init_from. A stopped run
-    continues from its last checkpoint."""
+def train_if_missing(folder, flags, quiet=False):
+    """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a
+    separate process, unless the folder has a finished run with these flags that is newer than the run
+    of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no bar and
+    has one thread, because it is one of many."""
     meta, weights = run_with(folder, flags), folder / "ckpt.pt"
     bases = (Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from="))
     if "report" in meta and not any(base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases):
         return meta
     words = flags_to_finish(folder, flags)
+    if quiet:
+        output_of("train.py", *words, OMP_NUM_THREADS="1")
+        return files.read_json(folder / "meta.json")
     print(f"training {folder}: python train.py {' '.join(words)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
         raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
     return files.read_json(folder / "meta.json")
+
+
+def each_done(work, jobs, workers=1):
+    """Yield (job, work(*job)) for each of a list of tuples, in their order, while `workers` of them run
+    at a time. A job that fails prints its error and yields nothing; the others go on."""
+    def tried(job):
+        try:
+            return work(*job)
+        except (ValueError, OSError, RuntimeError) as e:
+            tqdm.write(f"{' '.join(map(str, job))}: {e}", file=sys.stderr)
+
+    with ThreadPoolExecutor(workers) as pool:
+        results = (pool.map if workers > 1 else map)(tried, jobs)
+        bar = tqdm(zip(jobs, results, strict=True), total=len(jobs), unit="run", delay=3)
+        for job, result in bar:
+            if result is not None:
+                yield job, result
 
 
 # ------------------------------------------------------------------------------------------ windows, watching attention

@@ -1,13 +1,17 @@
-"""The sink lab: what every recipe does with rows that need no attention, on a task whose best possible loss is known.
+"""The sink lab: what every recipe does with rows that need no attention, on a task whose best
+possible loss is known.
 
-The data comes from data/backcopy.py: after a trigger symbol, the symbol before it is repeated; everywhere else a bigram
-table decides. So queries at triggers (*copy* rows) have something to find, and all others (*idle* rows) do not.
+The data comes from data/backcopy.py: after a trigger symbol, the symbol before it is repeated;
+everywhere else a bigram table decides. So queries at triggers (*copy* rows) have something to find,
+and all others (*idle* rows) do not.
 
-The command starts train.py once for each recipe and seed. At its end, train.py measures its own run (evals/report.py)
-and writes the figures to meta.json. The command collects them in a table, a JSON file and a picture.
+The command starts train.py once for each recipe and seed. At its end, train.py measures its own run
+(evals/report.py) and writes the figures to meta.json. The command collects them in a table, a JSON
+file and a picture.
 """
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,12 +20,80 @@ import mixers
 from common import files
 from common.flags import knob
 from common.runs import ROOT
-from evals.instrument import markdown, recipe_names, table, whole_numbers
-from evals.jobs import Place, all_jobs, do_all, result_of, train_job
-from evals.lab_runs import FILE, OUT_DIR, SEEDS, SWEEPS
+from evals.board import RECIPES
+from evals.instrument import (
+    each_done, markdown, recipe_names, table, train_if_missing, whole_numbers)
 from evals.pictures import draw_recipes
 
-PANELS = {                                      # of the picture, {figure: (title, lower and upper end of the axis)}
+# The tables of When Attention Sink Emerges (2410.10781, section 7): {table: {row: our flags of
+# train.py, and the paper's Sink*, Sink_1 and loss, None where it has none}}.
+#
+# The paper's models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of
+# the Pile. It reports Sink_1^0.3 in percent of heads and sequences, the same for the extra key
+# (Sink*), and the validation loss in nats a token. Our models have the lab's one layer with one
+# head, and our loss is the excess over the true process. So only the order of rows can be compared.
+SWEEPS = {
+    "pos": {                                    # table 3
+        "none": ("--attn=softmax --pos=none", None, 20.35, 3.81),
+        "sinusoidal": ("--attn=softmax --pos=sinusoidal", None, 32.73, 3.74),
+        "learned": ("--attn=softmax", None, 33.13, 3.79),
+        # "relative" in their code
+        "t5_index": ("--attn=softmax --pos=t5_index", None, 35.53, 5.45),
+        "t5": ("--attn=softmax --pos=t5", None, None, None),
+        "alibi": ("--attn=softmax --pos=alibi", None, 20.78, 3.71),
+        "rope": ("--attn=softmax --pos=rope", None, 18.18, 3.73)},
+    "norm_place": {                             # section 7.2
+        "pre": ("--attn=softmax", None, 18.18, 3.73),
+        "post": ("--attn=softmax --norm_place=post", None, 13.54, None),
+        "out": ("--attn=softmax --norm_place=out", None, None, None),
+        "out, queries and keys normed": (       # as in OLMo 2
+            "--attn=softmax --norm_place=out --qk_norm=all", None, None, None)},
+    "bias": {                                   # table 4, and the questions of tables 12 and 13
+        "softmax": ("--attn=softmax", None, 18.18, 3.73),
+        "sink_token": ("--attn=sink_token", 74.12, 0.0, 3.72),
+        "kv_bias": ("--attn=kv_bias", 72.76, 0.04, 3.72),
+        "k_bias": ("--attn=k_bias", 73.34, 0.0, 3.72),
+        "v_bias": ("--attn=v_bias", None, 17.53, 3.73),
+        "k_bias, 1 channel": ("--attn=k_bias --attn_args=bias_dims=1", None, None, None),
+        "k_bias, 4 channels": ("--attn=k_bias --attn_args=bias_dims=4", None, None, None),
+        "4 heads": ("--attn=softmax --n_head=4", None, None, None),
+        "4 heads, k_bias": ("--attn=k_bias --n_head=4", None, None, None),
+        "4 heads, kv_bias": ("--attn=kv_bias --n_head=4", None, None, None),
+        "4 heads, one k_bias": (
+            "--attn=k_bias --n_head=4 --attn_args=bias_shared=1", None, None, None),
+        "4 heads, one kv_bias": (
+            "--attn=kv_bias --n_head=4 --attn_args=bias_shared=1", None, None, None)},
+    "value_norm": {                             # table 5
+        "0": ("--attn=kv_bias --attn_args=value_norm=0,value_even=1", 73.34, 0.0, 3.72),
+        "1 on an axis": ("--attn=kv_bias --attn_args=value_norm=1,value_even=0", 70.03, 0.06, 3.72),
+        "5 on an axis": ("--attn=kv_bias --attn_args=value_norm=5,value_even=0", 44.43, 3.71, 3.72),
+        "20 on an axis": (
+            "--attn=kv_bias --attn_args=value_norm=20,value_even=0", 1.51, 25.88, 3.71),
+        "1 evenly": ("--attn=kv_bias --attn_args=value_norm=1,value_even=1", 69.74, 2.15, 3.72),
+        "5 evenly": ("--attn=kv_bias --attn_args=value_norm=5,value_even=1", 27.99, 5.93, 3.72),
+        "20 evenly": ("--attn=kv_bias --attn_args=value_norm=20,value_even=1", 0.0, 11.21, 3.73)},
+    "rule": {                                   # table 6; its sinks are shares of the row's sum
+        "softmax": ("--attn=softmax", None, 18.18, 3.73),
+        "sigmoid_raw": ("--attn=sigmoid_raw", None, 0.44, 3.7),
+        "sigmoid_norm": ("--attn=sigmoid_norm", None, 30.24, 3.74),
+        "elu": ("--attn=elu", None, 0.8, 3.69),
+        "linear": ("--attn=linear", None, 53.65, 4.19),
+        "identity": ("--attn=identity", None, 0.0, 3.99),
+        "mlp_norm": ("--attn=mlp_norm", None, 0.19, 3.85),
+        "mlp": ("--attn=mlp", None, 0.74, 3.91)},
+}
+# {column: a figure of lab_figures.py}
+COLUMNS = {
+    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle",
+    "sink idle": "sink_idle", "sink copy": "sink_copy", "share": "share_idle",
+    "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle",
+    "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
+    "zero": "zero_cost", "hide": "hide_cost"}
+SWEEP_COLUMNS = {
+    "Sink*": "extra_eps", "Sink_1": "sink_eps", "sink idle": "sink_idle", "share": "share_idle",
+    "extra": "extra_idle", "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost",
+    "excess": "excess_loss", "on copy": "excess_copy"}
+PANELS = {                                      # {figure: (title, ends of the axis)}
     "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
     "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
     "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
@@ -33,46 +105,85 @@ PANELS = {                                      # of the picture, {figure: (titl
 class Lab:
     """Flags of lab"""
     attn: str = knob("all", "recipes, separated by commas")
-    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges", ("", *SWEEPS))
-    seeds: str = knob(SEEDS, "seeds, separated by commas")
-    out_dir: str = knob(OUT_DIR, "folder of the runs, a subfolder each; finished runs are not trained again")
-    results: str = knob("", "save the table, the figures and the picture as this name with .md, .json and .png; "
-                            "empty: results/lab, or OUT_DIR/lab if this is not the whole lab")
+    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges",
+                      ("", *SWEEPS))
+    seeds: str = knob("2,3,4", "seeds, separated by commas")
+    out_dir: str = knob("out/lab", "folder of the runs, a subfolder each; finished runs are not "
+                                   "trained again")
+    results: str = knob("", "save the table, the figures and the picture as this name with .md, "
+                            ".json and .png; empty: results/lab, or OUT_DIR/lab if this is not the "
+                            "whole lab")
     train_args: str = knob("", "further flags of train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
 
 def command(args, run):
-    """Train every recipe in the sink lab, on the same data with the same seeds, and compare them."""
+    """Train every recipe in the sink lab, on the same data with the same seeds, and compare
+    them."""
     recipes, seeds = recipe_names(args.attn), whole_numbers(args.seeds, "seeds")
-    models = ({what: name for what, (name, *_) in SWEEPS[args.sweep].items()} if args.sweep else
-              {name: name for name in [*recipes, "blind"]})
-    place = Place(args.out_dir, train_args=args.train_args)
-    jobs = {(what, seed): train_job(name, seed, place) for seed in seeds for what, name in models.items()}
-    do_all(all_jobs(jobs.values()), 1)          # seed by seed: an interrupted lab has all models of its first seeds
-    if failed := [str(job.place) for job in jobs.values() if result_of(job) is None]:
-        raise ValueError(f"{', '.join(failed)} not finished: read the errors above, change flags with --train_args")
-    metas = {what: [files.read_json(jobs[what, seed].place / "meta.json") for seed in seeds] for what in models}
-    runs = {what: [{key: meta[key] for key in ("parameters", "seconds")} | meta["report"] for meta in group]
-            for what, group in metas.items()}
-    about = {key: next(iter(metas.values()))[0][key] for key in ("machine", "versions")}
-    numbers = {"flags": dataclasses.asdict(args), **about, "runs": runs}
+    if args.sweep:
+        models = {row: flags for row, (flags, *_) in SWEEPS[args.sweep].items()}
+    else:
+        models = {name: lab_flags(name) for name in recipes} | {"blind": RECIPES["blind"]}
+
+    def trained(row, seed):
+        # models of sweeps are named by their flags: those of several tables are trained once
+        name = folder_name(models[row]) if args.sweep else row
+        folder = Path(args.out_dir) / f"{name}-{seed}"
+        return train_if_missing(folder, [
+            "--preset=lab", f"--seed={seed}", f"--out_dir={folder}", *models[row].split(),
+            *args.train_args.split()], quiet=True)
+
+    # seed by seed: an interrupted lab has all models of its first seeds
+    jobs = [(row, seed) for seed in seeds for row in models]
+    metas = dict(each_done(trained, jobs))
+    if failed := [f"{row} with seed {seed}" for row, seed in jobs if (row, seed) not in metas]:
+        raise ValueError(f"not finished: {', '.join(failed)}. Read the errors above, and change "
+                         "flags with --train_args")
+    runs = {}
+    for row in models:
+        group = [metas[row, seed] for seed in seeds]
+        runs[row] = [{"parameters": meta["parameters"], "seconds": meta["seconds"]} | meta["report"]
+                     for meta in group]
+    numbers = {"flags": dataclasses.asdict(args), "machine": group[0]["machine"],
+               "versions": group[0]["versions"], "runs": runs}
     # only a whole lab may replace the committed results
     whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
     place = args.results or (ROOT / "results" / name if whole else f"{args.out_dir}/{name}")
     files.write_json(f"{place}.json", numbers)
-    draw_recipes(f"{place}.png", runs, PANELS)
     rows, header = rows_of(runs, args.sweep)
     with files.replacing(f"{place}.md", "w") as f:
         f.write(markdown(rows, header) + "\n")
-    return numbers, f"{table(rows, header)}\n\nmeans over seeds {args.seeds}; saved as {place}.md, .json and .png"
+    draw_recipes(f"{place}.png", runs, PANELS)
+    saved = f"means over seeds {args.seeds}; saved as {place}.md, .json and .png"
+    return numbers, f"{table(rows, header)}\n\n{saved}"
+
+
+def lab_flags(recipe):
+    """The flags of a recipe in the lab, which has one head and sequences of 64 tokens."""
+    axes, flags = attention.recipe(recipe), f"--attn={recipe}"
+    if "window" in axes:
+        flags += " --window=16"
+    if axes.get("diff") == "v1":                # it pairs heads
+        flags += " --n_head=2"
+    # with its own beta of 1 hardly any key passes the threshold, so q and k would get no gradient
+    if axes["rule"] == "tra":
+        flags += " --attn_args=beta_init=0.1"
+    return flags
+
+
+def folder_name(flags):
+    """The name of the run with these flags: "softmax-pos=none". A plain recipe has its own name."""
+    return flags.removeprefix("--attn=").replace(" --", "-").replace(",", "-")
 
 
 def rows_of(runs, sweep=""):
-    """A row for each of runs, {name: [the figures of each seed]}, and the names of the columns. Figures are means over
-    seeds. In a sweep, the paper's figures stand before ours, and "apart" is the range of sink idle over seeds."""
-    rows, columns = [], FILE["columns"]["sweep" if sweep else "lab"]
+    """A row for each of runs, {name: [the figures of each seed]}, and the names of the columns.
+
+    Figures are means over seeds. In a sweep the paper's figures come before ours, and "apart" is
+    the range of sink idle over seeds."""
+    rows, columns = [], SWEEP_COLUMNS if sweep else COLUMNS
     for name, group in runs.items():
         ours = [[figures.get(key) for figures in group] for key in columns.values()]
         cells = ["-" if None in values else f"{np.mean(values):.3f}" for values in ours]
@@ -82,7 +193,8 @@ def rows_of(runs, sweep=""):
             rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
         else:
             exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-            cells += [f"{np.mean([figures[key] for figures in group]):.0f}" for key in ("parameters", "seconds")]
+            cells += [f"{np.mean([figures[key] for figures in group]):.0f}"
+                      for key in ("parameters", "seconds")]
             rows.append([name if exact else f"{name} (derivatives)", *cells])
     if sweep:
         return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]

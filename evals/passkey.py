@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
+from evals.likelihood import answers, generated, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
@@ -52,11 +52,8 @@ class Passkey(Knobs):
 
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
-    coder = run.tokenizer
+    coder = text_tokenizer(run)
     usual = [length for length in range(500, 4001, 500) if length <= run.positions]
-    if coder.name == "numbers":
-        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: name a run "
-                         "trained on text")
     lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
     run.check_positions(lengths[-1], "lengths")
     trials = {length: [make_trial(coder, length, number, args.seed)
@@ -119,41 +116,19 @@ def prompt_text(key, characters, depth):
     return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
 
 
-@torch.no_grad()
 def scores_of(model, machine, coder, trials, batch_size):
-    """A dict of SCORES for each of these trials. The prompts of a batch are equally long, and so
-    are its keys."""
-    alike, found = {}, {}
-    for number, trial in enumerate(trials):
-        alike.setdefault((len(trial.prompt), len(trial.right)), []).append(number)
-    batches = [numbers[i:i + batch_size] for _, numbers in sorted(alike.items(), reverse=True)
-               for i in range(0, len(numbers), batch_size)]             # the longest first
-    for batch in progress(batches, machine.main):
-        some = [trials[number] for number in batch]
-        prompts = torch.tensor([trial.prompt for trial in some], device=machine.device)
-        right = torch.tensor([trial.right for trial in some], device=machine.device)
-        wrong = torch.tensor([trial.wrong for trial in some], device=machine.device)    # (N, K)
-        with machine.autocast():
-            said = model.generate(prompts, ANSWER, temperature=0)[:, prompts.shape[1]:].tolist()
-            log = log_likelihood(model, prompts, right)
-            gain = log - log_likelihood(model, prompts, wrong)
-        for i, number in enumerate(batch):
-            correct = is_correct(coder.decode(said[i]), some[i].key)
-            found[number] = {"correct": float(correct), "log_likelihood": log[i].item(),
-                             "gain": gain[i].item()}
-    return [found[number] for number in range(len(trials))]
-
-
-def log_likelihood(model, prompts, key):
-    """The log-likelihood (N,) of a key (N, K) after prompts (N, P), in float64. The key is read token
-    by token, because the logits of whole prompts are large."""
-    cached = all(block.attn.cached for block in model.transformer.h)
-    cache = model.new_cache() if cached else None
-    text, found = prompts, 0
-    for token in key.split(1, 1):               # (N, 1)
-        logits = model(text, cache=cache, last_only=True)[0][:, 0].double()             # (N, V)
-        found = found + logits.log_softmax(-1).gather(1, token)[:, 0]
-        text = torch.cat([text, token], 1) if cache is None else token
+    """A dict of SCORES for each of these trials, which have about equally many tokens."""
+    requests = [([*trial.prompt, *ids], len(ids)) for trial in trials
+                for ids in (trial.right, trial.wrong)]
+    tokens = batch_size * max(len(ids) for ids, _ in requests)
+    heard = iter(answers(model, machine, requests, tokens))
+    prompts = [trial.prompt for trial in trials]
+    said = generated(model, machine, prompts, tokens, ANSWER, temperature=0)
+    found = []
+    for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True):
+        correct = is_correct(coder.decode(ids), trial.key)
+        found.append({"correct": float(correct), "log_likelihood": right.loglik,
+                      "gain": right.loglik - wrong.loglik})
     return found
 
 

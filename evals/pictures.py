@@ -16,11 +16,9 @@ def signed(most):
 
 
 def pyplot():
-    """matplotlib.pyplot, imported only by commands that draw."""
-    import matplotlib
-    matplotlib.use("Agg")                       # draws without a screen
-    from matplotlib import pyplot as plt
-    return plt
+    """matplotlib.pyplot, imported only by commands that draw. Raises ValueError if it is missing."""
+    files.optional("matplotlib").use("Agg")     # draws without a screen
+    return files.optional("matplotlib.pyplot")
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def command(args, run):
     hook = run.model.register_forward_hook(note_time)
     with run.machine.autocast():
         ids = run.model.generate(
-            idx, args.tokens, args.temperature, args.top_k, args.seed, stop=stop)
+            idx, args.tokens, args.temperature, args.top_k, seed=args.seed, stop=stop)
     hook.remove()
     speed = {"prompt": idx.numel() / (times[1] - times[0])}
     if len(times) > 2:

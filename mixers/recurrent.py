@@ -626,9 +626,8 @@ class Recurrent(Mixer):
     def rule_inputs(self, q, k, v):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H, T, E)."""
         q, k = wide(self.featured(q)) * self.sight.scale, wide(self.featured(k))
+        k = self.for_score_heads(k, 1)          # as many heads as q
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))                # positions without a query get 0
-        if 1 < k.shape[1] < self.heads:         # several heads share a key head; below, a value head
-            k = self.for_score_heads(k, 1)
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
 
     def run_chunks(self, inputs, past, chunk, begins=None):

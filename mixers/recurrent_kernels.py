@@ -452,7 +452,9 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
     wide = inputs.v.at.dtype == torch.float32   # float32 takes twice the registers and twice the shared memory
     warps, stages = 8 if walks or kernel is gradients or wide else 4, 1 if walks and wide else 3
     with torch.cuda.device_of(inputs.v.at):
-        kernels.launch_with(kernel, grid, (inputs, *tensors, ChunkSizes(*map(tl.constexpr, sizes))), warps, stages)
+        constants = ChunkSizes(*map(tl.constexpr, sizes))
+        kernel[grid](inputs, *tensors, constants, num_warps=warps, num_stages=stages,
+                     enable_fp_fusion=True)
 
 
 def backward(ctx, do, _):

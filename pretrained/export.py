@@ -2,86 +2,86 @@
 
     python data/weights.py export out/RUN FOLDER
 
-It writes config.json, model.safetensors and the tokenizer. It can export plain softmax recipes with GPT-2's blocks
-(learned positions, LayerNorm, biases) or Llama's (rotary positions, RMSNorm, SwiGLU), the latter also as mistral,
-qwen2, qwen3 or olmo2, and recipes with the blocks of gpt_neox or bloom. It refuses all others with the reason. Data in
-symbols has no tokenizer to write.
+It can export plain softmax recipes with Llama's blocks (--norm=rmsnorm --mlp=swiglu) or GPT-2's
+(--pos=learned --bias=1), and refuses all others with the reason. Data in symbols has no tokenizer
+to write. It needs transformers: pip install transformers
 """
 import dataclasses
+import os
+import shutil
 from pathlib import Path
+
+import torch
 
 from axes.positions import parse_rope_scaling
 from common import files
 from common.flags import Parser, fields_of
-from common.runs import read_run, read_weights
+from common.runs import load_weights, read_run, read_weights
 from data import coders
-from model import GPTConfig, hidden_width
-from pretrained.families import (
-    BOS_AND_EOS, FAMILIES, check_rotation, config_for, config_from, own_shapes, to_theirs)
+from model import GPT, GPTConfig, hidden_width
+from pretrained.families import config_for, config_from, state_for
+
+BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # the ids that begin and end a text
 
 
 def export(run, folder):
-    """Write a run as a folder that transformers can load; returns its config.json."""
+    """Write a run as a folder that transformers can load; returns its config."""
+    transformers = files.optional("transformers")
     meta, path = read_run(run)
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
-    config_json = exported_config(config)
+    their_config = exported_config(config)
+    if folder.exists():
+        raise ValueError(f"{folder} exists: name a new folder")
     tokenizer, separator = coders.content_of(path.parent), meta.get("separator")
-    if not tokenizer:                           # one made for bytes and GPT-2; none for symbols, or an older run's
+    if not tokenizer:                           # bytes and GPT-2 have one, symbols have none
         coder = coders.TOKENIZERS.get(meta.get("tokenizer"), coders.Numbers)()
         tokenizer, separator = coder.exported, coder.separator
-    public = meta.get("source", {})             # runs converted by older versions lack these ids
-    config_json |= {key: public.get(key, separator) for key in BOS_AND_EOS}
-    parts = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")            # config.json is the last
-    free = not folder.exists() or folder.is_dir() and all(              # an interrupted export continues
-        path.name in parts or path.name.startswith(".") and path.suffix == ".tmp" for path in folder.iterdir())
-    if not free:
-        raise ValueError(f"{folder} exists and is not empty: name a new folder")
-    safetensors = files.optional("safetensors.torch")
-    tensors = their_tensors(read_weights(path), config, FAMILIES[config_json["model_type"]].names, path)
-    with files.replacing(folder / "model.safetensors") as f:
-        f.write(safetensors.save(tensors, metadata={"format": "pt"}))
+    for key in BOS_AND_EOS:
+        setattr(their_config, key, meta.get("source", {}).get(key, separator))
+    with torch.device("meta"):
+        ours, theirs = GPT(config), transformers.AutoModelForCausalLM.from_config(their_config)
+    load_weights(ours, read_weights(path), path, copy=False)
+    state = state_for(ours.state_dict(), config, their_config.model_type)
+    theirs.load_state_dict(state, assign=True)
+    theirs.tie_weights()
+    theirs.config.dtype = theirs.dtype
+    part = folder.with_name(f".{folder.name}.part")             # renamed when it is complete
+    shutil.rmtree(part, ignore_errors=True)
+    theirs.save_pretrained(part)
     if tokenizer:
-        coders.keep_tokenizer(folder, tokenizer)
-        files.write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    files.write_json(folder / "config.json", config_json)
-    return config_json
-
-
-def their_tensors(state, config, names, path):
-    """{their name: tensor} of our weights: the inverse of convert.read_state."""
-    tensors = {}
-    for name, shape in own_shapes(config).items():
-        if name not in state or state[name].shape != shape:
-            raise ValueError(f"{path} is not the model that its meta.json describes: {name} should be {shape}")
-        tensors |= to_theirs(name, state[name], config, names)
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+        coders.keep_tokenizer(part, tokenizer)
+        reader = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        files.write_json(part / "tokenizer_config.json", reader)
+    os.replace(part, folder)
+    return their_config
 
 
 def exported_config(config):
-    """The config.json of the first family that can express a config: read back, it gives the same model."""
-    check_rotation(config, "this run")
-    wanted, differing = decisive(config), {}                            # differing: {model_type: fields that differ}
-    for kind in FAMILIES:
-        config_json = config_for(config, kind)
+    """The config of transformers that gives the same model as a GPTConfig."""
+    wanted, differing = decisive(config), {}    # differing: {model_type: fields that differ}
+    for kind in ("llama", "gpt2"):
         try:
-            back = decisive(config_from(config_json, kind))
+            their_config = config_for(config, kind)
+            back = decisive(config_from(their_config))
         except ValueError:                      # such as GPT-2 with SwiGLU
             continue
-        differing[kind] = [f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value]
+        differing[kind] = [f"{field}={value}" for field, value in wanted.items()
+                           if back.get(field, value) != value]
         if not differing[kind]:
-            return config_json
+            return their_config
     kind = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(f"this run cannot be exported, because no family has {', '.join(differing[kind])}; the nearest is "
-                     f"{kind}. Train a Llama (--norm=rmsnorm --mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
+    raise ValueError(f"this run cannot be exported, because a {kind} has no "
+                     f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm "
+                     "--mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
 
 
 def decisive(config):
     """{field: value} of the fields of a config that affect the logits, in one spelling."""
     ignored = ["attn", "kernel", "dropout", "bias_range"]
-    ignored += [] if config.pos == "rope" else ["rope_base", "rope_share"]
-    ignored += [] if config.mlp == "moe" else ["n_expert", "n_active"]
+    ignored += [] if config.pos == "rope" else ["rope_base"]
     values = dataclasses.asdict(config) | {
-        "head_dim": config.head_width, "n_inner": hidden_width(config), "qkv_bias": config.bias or config.qkv_bias,
+        "head_dim": config.head_width, "n_inner": hidden_width(config),
+        "qkv_bias": config.bias or config.qkv_bias,
         "rope_scaling": parse_rope_scaling(config.rope_scaling)}
     return {field: value for field, value in values.items() if field not in ignored}
 
@@ -94,6 +94,6 @@ def main(argv):
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
     args = parser.parse_args(argv)
     with files.one_line_errors():
-        config_json = export(args.run, args.folder)
+        their_config = export(args.run, args.folder)
         speaks = "with its" if (args.folder / "tokenizer.json").exists() else "without a"
-        print(f"{args.folder}: a {config_json['model_type']} for transformers, {speaks} tokenizer")
+        print(f"{args.folder}: a {their_config.model_type} for transformers, {speaks} tokenizer")

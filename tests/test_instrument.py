@@ -1,6 +1,7 @@
 """evals/instrument.py: opening runs with overrides, watching and changing attention, lists."""
 import os
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ import eval as eval_script
 import mixers
 from attention import ATTENTIONS
 from common import files
-from evals.instrument import instead, load_run, overrides_of, runs_named, train_if_missing
+from evals.instrument import each_done, instead, load_run, overrides_of, runs_named, train_if_missing
 from model import GPT
 
 
@@ -88,6 +89,24 @@ def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
     assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
     assert train_if_missing(copy, flags) == found and len(trainings) == 1
     assert (copy / "log.csv").read_text() == log                        # no step was done again
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_job_that_fails_stops_no_other(workers, capsys):
+    """The second job waits for the third, so two workers do them at the same time."""
+    done, jobs = threading.Event(), [("a", 1), ("b", 0), ("c", 2)]
+
+    def work(name, number):
+        if name == "b" and workers == 2:
+            assert done.wait(60)
+        if name == "c":
+            done.set()
+        if not number:
+            raise ValueError("it is 0")
+        return 6 // number
+
+    assert [*each_done(work, jobs, workers)] == [(("a", 1), 6), (("c", 2), 3)]
+    assert "b 0: it is 0" in capsys.readouterr().err
 
 
 def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):

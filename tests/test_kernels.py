@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from functools import partial
+from random import Random
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,42 +31,71 @@ pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 
-def walked(tiles, mine, size, inputs):
-    """The triples (place among `mine`, place on the other side, kind of the tile) of all tiles that a walk visits.
-    The code of the kernels runs as plain Python, on numbers."""
-    found = []
+MEMORY = [0] * 22                               # starts and ends of documents, for 11 tokens; a list
+
+
+def check_walk(tiles, size, pairs, seen, near, inputs, random):
+    """A walk visits each tile with a pair in `seen` once. A tile with a pair outside `near` is masked,
+    and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and visit no
+    others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain Python."""
+    found, live, visits = {}, range(len(pairs)), None
+    if random.random() < 0.5:
+        live, visits = [n for n in live if random.random() < 0.7], 22
+        MEMORY[22:] = [sum(n < end for n in live) for end in range(len(pairs) + 1)] + live
 
     def step(state, held, start, inputs, head, rule, c, kind):
-        found.extend((one, other, kind) for one in mine for other in range(start, start + size))
-    kernels.walk.fn(None, step, None, tiles, None, inputs, None, None, None, size)
-    return found
+        assert start not in found
+        found[start] = kind
+
+    def kind(part):
+        if inputs.sets or not near.issuperset(part):
+            return kernels.MASKED
+        return kernels.TABLE if any(i - j < inputs.W for i, j in part) else kernels.FULL
+
+    kernels.walk.fn(None, step, None, tiles, visits, inputs, None, None, None, size)
+    assert found == {start: kind(part) for start, part in pairs.items()
+                     if start // size in live and not seen.isdisjoint(part)}
 
 
 @mock.patch.object(kernels, "start_of", kernels.start_of.fn)
+@mock.patch.object(kernels, "place_of", kernels.place_of.fn)
 @mock.patch.object(kernels, "tl", SimpleNamespace(
     minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), where=lambda c, a, b: a if c else b,
-    range=lambda a, b, step, **_: range(a, b, step)))
-def test_the_kernels_visit_every_visible_pair_once_and_mask_where_they_must():
-    """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4. Only masked tiles have
-    a masked pair or a row beyond T. Full tiles have no pair within the table; with sets, all tiles are masked."""
-    T = 11
-    for window, first, W, BM, BN, sets in itertools.product(
-            (None, *range(1, T)), range(T + 1), (0, 1, 2, 3, 6, 20), (2, 4), (2, 4), (None, True)):
-        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, starts=None, table=W or None)
+    load=MEMORY.__getitem__, range=lambda a, b, step, **_: range(a, b, step)))
+def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
+    """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4, each
+    with one document and with drawn ones. Rows beyond T change only their own results, so only the
+    walk down a column masks them. The walk along a row masks the first keys of its document."""
+    T, head, random = 11, SimpleNamespace(batch=0), Random(bounds.SEED)
+    for window, first, W, BM, BN, sets, packed in itertools.product(
+            (None, *range(1, T)), range(T + 1), (0, 1, 2, 3, 6, 20), (2, 4), (2, 4), (None, True),
+            (False, True)):
+        begins = [0, *random.sample(range(1, T), random.randrange(T))] if packed else [0]
+        starts = [max(begin for begin in begins if begin <= i) for i in range(T)]
+        MEMORY[:22] = starts + [min([n for n in begins if n > i], default=T) for i in range(T)]
+        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, ends=T,
+                                 starts=0 if packed else None, table=W or None)
         c = SimpleNamespace(BM=BM, BN=BN)
-        pairs = {(i, j) for i in range(T) for j in range(i + 1) if not window or i - j < window or j < first}
-        by_rows = [seen for i in range(0, T, BM)
-                   for seen in walked(kernels.key_tiles.fn(i, inputs, None, c), range(i, min(i + BM, T)), BN, inputs)]
-        by_keys = [(i, j, kind) for at in range(0, T, BN) for j, i, kind in walked(
-            kernels.row_tiles.fn(at, inputs, None, c), range(at, min(at + BN, T)), BM, inputs)]
-        for seen in (by_rows, by_keys):
-            shown = [(i, j) for i, j, kind in seen
-                     if kind != kernels.MASKED or i < T and kernels.visible_in_tile.fn(i, j, inputs, None)]
-            assert len(shown) == len(pairs) and set(shown) == pairs
-            assert not any(kind == kernels.FULL and i - j < W or sets and kind != kernels.MASKED for i, j, kind in seen)
-            assert window or sets or any(kind != kernels.MASKED for *_, kind in seen)
-        call = SimpleNamespace(table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first)
-        assert kernels.diagonals_in_sight(call, BM) > max((i // BM - j // BM for i, j in pairs if i - j < W), default=0)
+        past = [(i, j) for i in range(T + 3) for j in range(starts[min(i, T - 1)], i + 1)]
+        near = {(i, j) for i, j in past if not window or i - j < window}
+        seen = {(i, j) for i, j in past if i < T and ((i, j) in near or j - starts[i] < first)}
+        assert seen == {(i, j) for i, j in itertools.product(range(T), range(T))
+                        if kernels.visible_in_tile.fn(i, j, inputs, head)}
+        tiles = {(i, j): [*itertools.product(range(i, i + BM), range(j, j + BN))]
+                 for i in range(0, T, BM) for j in range(0, T, BN)}
+        for i in range(0, T, BM):
+            ahead = range(starts[i], starts[i] + first) if window else ()
+            check_walk(kernels.key_tiles.fn(i, inputs, head, c), BN,
+                       {j: tiles[i, j] for j in range(0, T, BN)}, seen,
+                       {(n, j) for n, j in near if j not in ahead}, inputs, random)
+        near = {(i, j) for i, j in near if i < T}
+        for j in range(0, T, BN):
+            check_walk(kernels.row_tiles.fn(j, inputs, head, c), BM,
+                       {i: tiles[i, j] for i in range(0, T, BM)}, seen, near, inputs, random)
+        call = SimpleNamespace(table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0,
+                               first=first)
+        apart = max((i // BM - j // BM for i, j in seen if i - j < W), default=0)
+        assert kernels.diagonals_in_sight(call, BM) > apart
 
 
 def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,

@@ -1,7 +1,6 @@
 """eval.py lab: the exact loss, every figure of a random model, and the command."""
 import json
 import math
-import os
 
 import numpy as np
 import pytest
@@ -12,15 +11,12 @@ from layers import in_every_layer
 from test_backcopy import make, sequences
 
 import eval as eval_script
-from attention import ATTENTIONS
-from common import files
 from common.machine import Machine
 from data import tokens
-from evals import jobs, lab, lab_figures
+from evals import lab, lab_figures
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.instrument import markdown
-from evals.jobs import Job
-from evals.lab_runs import RECIPES, SWEEPS, folder_of, train_flags
+from evals.lab import SWEEPS
 from evals.measures import Probe
 from mixers import trained_recipes
 from model import GPT
@@ -78,47 +74,26 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
     below(1e-3, torch.tensor([abs(found[name]) for name in ("zero_cost", "hide_cost", "sink_idle", "excess_copy")]))
 
 
-def test_the_lab_and_its_sweeps_share_runs():
-    """The same model has the same folder and flags, so the second command finds it trained."""
-    job, run = jobs.train_job("postnorm", 3, jobs.Place()), SWEEPS["norm_place"]["post"][0]
-    assert job.place == folder_of(run, 3, lab.Lab().out_dir)
-    assert list(job.words[1:]) == train_flags(run, 3, lab.Lab().out_dir)
-    assert train_flags("tra", 3, "out")[-1] == "--attn_args=beta_init=0.1"     # with its own beta hardly any key passes
-    assert RECIPES.keys().isdisjoint(ATTENTIONS)                        # or the lab would train another set-up
+def test_models_of_several_tables_are_trained_once(tmp_path, monkeypatch):
+    """The lab and its sweeps ask for the same folder and flags, or for another folder."""
+    asked = {}
 
+    def train(folder, flags, quiet):
+        assert asked.setdefault(folder, flags) == flags
+        assert f"--out_dir={folder}" in flags and quiet
+        return {"parameters": 1, "seconds": 1, "machine": "", "versions": "", "report": {
+            "sink_idle": 0.0, "value_norm_ratio": 1.0, "row_mass_idle": 1.0, "excess_copy": 0.0}}
 
-def test_a_result_is_valid_until_its_run_or_its_words_change(tmp_path):
-    run, place = Job(("train.py",), tmp_path / "run"), tmp_path / "found.json"
-    job, meta_json = Job(("probe", "x"), place, (run,)), run.place / "meta.json"
-    files.write_json(meta_json, {})
-    files.write_json(place, {"words": ["probe", "x"], "found": {"loss": 1}})
-    assert jobs.result_of(job) == {"loss": 1}
-    assert jobs.result_of(job._replace(words=("probe", "y"))) is None
-    os.utime(meta_json, (2e9, 2e9))             # trained again
-    assert jobs.result_of(job) is None
-    meta_json.unlink()
-    assert jobs.result_of(job) is None
-
-
-def test_a_data_set_of_other_texts_is_refused(tmp_path):
-    job = jobs.data_job("words", jobs.Place(tmp_path, "novels/"))
-    files.write_json(job.place / "meta.json", {"source": "novels"})
-    assert jobs.result_of(job) == {}
-    with pytest.raises(ValueError, match="is made of novels"):
-        jobs.result_of(jobs.data_job("words", jobs.Place(tmp_path, "poems")))
-
-
-def test_a_job_is_done_if_it_is_missing_or_needs_one_that_is(monkeypatch):
-    """Jobs are done by their depth, so that those of one depth can be done at the same time."""
-    run, other, done = Job(("train.py",), "run"), Job(("eval.py",), "other"), []
-    look = Job(("eval.py",), "look", (run,))
-    last = Job(("eval.py",), "last", (look, other))
-    monkeypatch.setattr(jobs, "do", done.append)
-    for missing, expected in (([run], [run, look, last]), ([run, other, look, last], [run, other, look, last])):
-        monkeypatch.setattr(jobs, "result_of", lambda job, missing=missing: None if job in missing else {})
-        done.clear()
-        jobs.do_all([run, look, other, last], 1)
-        assert done == expected
+    monkeypatch.setattr(lab, "train_if_missing", train)
+    monkeypatch.setattr(lab, "draw_recipes", lambda *args: None)
+    flags = {"seeds": "3", "out_dir": str(tmp_path), "results": str(tmp_path / "lab")}
+    for sweep in ("", *SWEEPS):
+        lab.command(lab.Lab(sweep=sweep, **flags), None)
+    rows = {row[0] for table in SWEEPS.values() for row in table.values()}
+    plain = {f"--attn={name}" for name in trained_recipes()}
+    assert len(asked) == len(rows | plain) + 1  # and the blind model
+    assert asked[tmp_path / "kv_bias-3"][-1] == "--attn=kv_bias"
+    assert asked[tmp_path / "tra-3"][-1] == "--attn_args=beta_init=0.1" # with its own beta no key passes
 
 
 def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, trainings, evaluate):

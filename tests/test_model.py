@@ -10,8 +10,10 @@ from bounds import below, close, dice, same
 from conftest import CACHES, RECIPES, examples, tiny_config
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
-from layers import assert_learns, normal, token_ids, with_gradients
+from layers import SIZES as LAYER
+from layers import assert_learns, normal, recipes, token_ids, with_gradients
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import attention
 import mixers
@@ -158,43 +160,67 @@ def test_initial_values_are_those_of_gpt2():
             assert (value == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
 
 
-@pytest.mark.parametrize("attn, pos", [pytest.param(*p.values, "learned", marks=p.marks) for p in RECIPES] +
-                         [("softmax", "t5")])   # t5: layers share a parameter
-def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(attn, pos):
-    """The biases of all experts form a matrix, which does not decay either."""
-    gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, mlp="moe", n_layer=2))
-    optimizer = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
-    names = {id(p): name for name, p in gpt.named_parameters()}
-    found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
-    assert len(found) == len(names) == sum(len(group["params"]) for group in optimizer.param_groups)
-    for name, group in found.items():
+@pytest.mark.parametrize("trains", ["all", "matrices", "the rest"])     # LoRA trains only matrices
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("attn, pos, tied", [
+    *(pytest.param(*p.values, "learned", True, marks=p.marks) for p in RECIPES),
+    ("softmax", "t5", False)])                  # t5: layers share a parameter
+def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(
+        attn, pos, tied, optimizer, trains):
+    """The biases of all experts form a matrix, which does not decay either. Muon takes the matrices of
+    linear layers in blocks, AdamW all others."""
+    gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, mlp="moe", n_layer=2, tied=tied))
+    linears = [module for module in gpt.transformer.h.modules() if isinstance(module, torch.nn.Linear)]
+    matrices = {module.weight for module in linears}
+    for p in gpt.parameters():
+        p.requires_grad_(trains == "all" or (p in matrices) == (trains == "matrices"))
+    make = partial(gpt.configure_optimizers, 0.3, 1e-3, (0.8, 0.9), head_lr=5.0, optimizer=optimizer)
+    if optimizer == "muon" and trains == "the rest":
+        with pytest.raises(ValueError, match="and none is trained: leave it out"):
+            make()
+        return
+    made = make()
+    groups = [(type(part), group) for part in getattr(made, "parts", [made]) for group in part.param_groups]
+    assert all("lr_scale" in group for group in made.param_groups)      # train.py needs it
+    found = {p: (kind, group) for kind, group in groups for p in group["params"]}
+    names = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
+    assert len(found) == len(names) == sum(len(group["params"]) for group in made.param_groups)
+    for name, p in names.items():
         decay = 0.3 if name.endswith("weight") and "ln_" not in name and "out_norm" not in name else 0.0
         scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
-        found_here = [group[key] for key in ("weight_decay", "lr_scale", "lr", "betas")]
-        assert found_here == [decay, scale, 1e-3, (0.8, 0.9)], name
-    assert ("transformer.h.0.attn.tau" in found) == (ATTENTIONS[attn]["rule"] == "elastic")
+        kind, group = found[p]
+        assert [group[key] for key in ("weight_decay", "lr_scale", "lr")] == [decay, scale, 1e-3], name
+        muon = optimizer == "muon" and p in matrices
+        assert kind is (torch.optim.Muon if muon else torch.optim.AdamW), name
+        assert muon or group["betas"] == (0.8, 0.9), name
+    if trains == "all":
+        assert ("transformer.h.0.attn.tau" in names) == (ATTENTIONS[attn]["rule"] == "elastic")
 
 
 @pytest.mark.parametrize("attn", ["elastic", "gated_deltanet"])
 def test_muon_moves_the_matrices_of_blocks_by_almost_orthogonal_steps(attn):
-    """Singular values of a step lie between 0.7 and 1.2 times the rate, up to the rounding of bfloat16. Experts and
-    whatever is not a matrix of a linear layer is AdamW's."""
+    """Singular values of a step lie between 0.7 and 1.2 times the rate, up to the rounding of bfloat16."""
     gpt = GPT(tiny_config(attn=attn, mlp="moe", tied=False))
-    muon, adamw = gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon").parts
-    names, before = {id(p): name for name, p in gpt.named_parameters()}, {}
-    found, others = ({names[id(p)] for group in part.param_groups for p in group["params"]} for part in (muon, adamw))
-    assert found | others == set(names.values()) and not found & others
-    assert found == {f"{name}.weight" for name, module in gpt.transformer.h.named_modules(prefix="transformer.h")
-                     if isinstance(module, torch.nn.Linear)}
+    muon, _ = gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon").parts
+    found, before = {p for group in muon.param_groups for p in group["params"]}, {}
     for p in gpt.parameters():
-        p.grad, before[id(p)] = torch.randn(p.shape, generator=dice()), p.detach().clone()
+        p.grad, before[p] = torch.randn(p.shape, generator=dice()), p.detach().clone()
     muon.step()
     for name, p in gpt.named_parameters():
-        step = torch.linalg.svdvals(before[id(p)] - p) / (1e-2 * 0.2 * max(p.shape) ** 0.5) if name in found else None
-        assert 0.6 < step.min() and step.max() < 1.3 if name in found else torch.equal(before[id(p)], p), name
-        p.requires_grad_(name not in found)
-    with pytest.raises(ValueError, match="and none is trained: leave it out"):
-        gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon")
+        step = torch.linalg.svdvals(before[p] - p) / (1e-2 * 0.2 * max(p.shape) ** 0.5) if p in found else None
+        assert 0.6 < step.min() and step.max() < 1.3 if p in found else torch.equal(before[p], p), name
+
+
+@given(recipes())
+@settings(max_examples=examples(10))
+def test_an_average_of_one_model_computes_the_same(choices):
+    """It is a copy. Outside the interpreter, the Triton functions of a table's rows cannot be copied."""
+    gpt, idx = GPT(tiny_config(**LAYER | choices)), token_ids(2, 13)
+    gpt(idx, idx, importance=gpt.config.mixer == "attention" and gpt.config.rule == "softmax")[1].backward()
+    average = AveragedModel(gpt.eval())
+    same(average(idx)[0], gpt(idx)[0])
+    copied = average.module.transformer.h[0].attn.choices
+    assert all(copied[axis] is row for axis, row in gpt.transformer.h[0].attn.choices.items())
 
 
 @pytest.mark.parametrize("attn", CACHES)
@@ -263,12 +289,15 @@ def test_the_seed_decides_the_draws_and_model_and_global_generator_stay_as_they_
     assert torch.equal(a, b) and not torch.equal(a, c) and torch.equal(torch.get_rng_state(), state) and gpt.training
 
 
-@pytest.mark.parametrize("temperature, top_k", [(0, None), (1.0, 1), (0.5, None), (2.0, None), (2.0, 3), (0.5, 5)])
-def test_tokens_are_drawn_as_often_as_their_probabilities_say(temperature, top_k):
+@pytest.mark.parametrize("temperature, top_k, top_p", [
+    (0, None, None), (1.0, 1, None), (1.0, None, 1e-6), (0.5, None, None), (2.0, None, None), (2.0, 3, None),
+    (1.0, None, 0.9), (2.0, 5, 0.7)])
+def test_tokens_are_drawn_as_often_as_their_probabilities_say(temperature, top_k, top_p):
     gpt, idx = model(spread=8.0), token_ids(1, 6)
-    found = gpt.generate(idx.expand(4000, -1), 1, temperature, top_k, seed=bounds.SEED)[:, -1]
+    found = gpt.generate(idx.expand(4000, -1), 1, temperature, top_k, top_p, seed=bounds.SEED)[:, -1]
     logits, order = gpt(idx)[0][0, -1].sort(descending=True)
     p = (logits / (temperature or 1e-9)).softmax(-1) * (torch.arange(31) < (top_k or 31))       # the likeliest first
+    p = p * (p.cumsum(0) - p < top_p * p.sum()) if top_p else p
     p = p / p.sum()
     share = (found[:, None] == order).double().mean(0)
     below((share - p).abs(), 10 * (p * (1 - p) / 4000).sqrt() + 1e-3)                   # ten standard errors

@@ -22,12 +22,13 @@ LAYERS = st.fixed_dictionaries({"depth": st.integers(0, 1), "progress": st.sampl
 CALLS = st.fixed_dictionaries({
     "T": LENGTHS, "rows": st.sampled_from((45, 1, 5, 18)), "B": st.integers(1, 2), "scores": SCORES,
     "block": st.sampled_from((16, 1, 3, 7, 64)), "W": st.sampled_from((5, 0, 1, 20, 60)), "tail": st.booleans(),
-    "slope": st.booleans()})
+    "slope": st.booleans(), "zeros": st.sampled_from((True, False))})  # zeros: of some tokens, the value
 
 
 def drawn_inputs(module, call):
     """q, k, v, x, and the parts of a Distance, or None."""
     q, k, v, x = inputs(module, call["T"], min(call["T"], call["rows"]), B=call["B"])
+    v = v * (torch.arange(call["T"]) % 3 > 0)[:, None] if call["zeros"] else v
     heads, W = module.score_heads, call["W"]
     table = [normal(*shape, stream=5) if there else None for there, shape in (
         (W, (heads, W)), (call["tail"], (heads,)), (call["slope"], (heads,)))]

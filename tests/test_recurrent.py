@@ -7,11 +7,11 @@ import reference_mixers as reference
 import torch
 from bounds import below, close
 from conftest import DEVICE, tiny_config
-from hypothesis import given
+from hypothesis import example, given
 from layers import layer, normal, with_gradients
 from torch.nn import functional as F
 
-from mixers.recurrent import all_chunks, one_chunk, token_by_token
+from mixers.recurrent import all_chunks, one_chunk, scores, token_by_token
 from model import GPT
 
 FORM = {"rate": None, "erases": False, "shared": False, "B": 1, "H": 2, "T": 37, "D": 24, "E": 40, "strength": 1,
@@ -60,10 +60,20 @@ def assert_exact(function, x, limit=1e-5):
 
 
 @forms
+@example(**FORM | {"rate": "channel", "erases": True, "strength": 400})         # KDA
 def test_chunks_are_exact_in_float32(**form):
     """Also where all but the token itself is forgotten: quotients of exponentials would be 0 / 0."""
     for chunk in (one_chunk, token_by_token):
         assert_exact(partial(by_chunks, chunk=chunk), draw(**form))
+
+
+@given(C=st.integers(1, 70), D=st.integers(2, 9), strength=st.sampled_from([400, 1]))
+def test_decayed_scores_of_chunks_of_any_length_equal_their_definition(C, D, strength):
+    """More than 16 tokens are halved. Where each channel decays fast, exp(-c) would overflow."""
+    a, b, forget = (normal(C, D, stream=n) for n in range(3))
+    c = (strength * F.logsigmoid(forget)).cumsum(0)
+    decay = (c[:, None] - c).clamp(max=0).exp()
+    close(scores(a, b, c), (a[:, None] * b * decay).sum(-1).tril(), terms=C * D)
 
 
 def test_what_a_token_writes_has_a_bias_in_learning_memories_alone():

@@ -22,7 +22,7 @@ def gated_delta(**form):
 @example(**FORM | {"rate": "head", "shared": True})
 @example(**FORM | {"rate": "channel", "erases": True})
 @example(**SMALL | {"rate": "head", "erases": True, "D": 72, "T": 20})  # products are cut into pieces
-@example(**SMALL | {"rate": "channel", "strength": 400})
+@example(**SMALL | {"rate": "channel", "erases": True, "strength": 400})
 @example(**SMALL | {"erases": True, "repeated": True})
 def test_float32_equals_the_reference(**form):
     assert_exact(recurrent_kernels.recur, draw(**form))

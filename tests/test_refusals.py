@@ -162,7 +162,7 @@ def make(name, folder, place):
                    "--max_iters=1", "--eval_iters=1", "--batch_size=2", "--device=cpu")
         edited(f"{folder}/lora/meta.json", lambda meta: meta["base"].update(path="base"))(None)
     elif name in ("llama", "gpt2"):             # a run exported in Hugging Face's layout
-        pytest.importorskip("safetensors")
+        pytest.importorskip("transformers")
         convert.main(["export", str(place({"llama": "llama_run", "gpt2": "learned"}[name])), str(folder)])
     elif name == "pages":                       # documents, and the data set that fineweb_edu.py makes from them
         folder.mkdir()
@@ -217,7 +217,7 @@ COMMANDS = {                                    # {a command: how its line begin
     "train.py": ["{new}", "--init_from=resume --out_dir={run}", "--init_from={run} --out_dir=out"],
     **{f"eval.py {name}": A_RUN if name in eval_script.OF_A_RUN else [""] for name in eval_script.COMMANDS},
     "eval.py passkey": [f"{begins} --lengths=90 --trials=1" for begins in A_RUN]}
-ONLY_FLAGS = {"train.py", "eval.py compile", "eval.py speed", "eval.py lab", "eval.py board"}     # would work too long
+ONLY_FLAGS = {"train.py", "eval.py speed", "eval.py lab", "eval.py board"}     # would work too long
 
 
 @settings(max_examples=examples(12))
@@ -434,20 +434,19 @@ SAYS = [                                        # (how a line begins, exit code,
     --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
     --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value"""),
     ("eval.py", FLAGS, """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
-    scrolls --out_dir=x => give --source; loss => which run. give --out_dir;
+    bench --out_dir=x => which tasks. give --tasks; loss => which run. give --out_dir;
     theory --seed=-1 => must be at least 0; maps --out_dir=x --text=' ' => --text is empty;
-    heads --out_dir=x --prune=1,x => '1,x' must be whole"""),
+    heads --out_dir=x --prune=1,x => '1,x' must be whole;
+    board --train_args=--n_layer=1 => a folder of their own; board --dataset=x => a folder of their own;
+    board --rates=2e-3,x => 2e-3,x must be numbers; board --rates=nan => must be numbers above 0;
+    board --seeds=1,2 => 1 only chooses; board --attn=nothing => nothing"""),
     ("eval.py", INPUT, """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
     loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
     loss --out_dir={symbols_run} --length=65 => 64 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
     probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
-    scrolls --source={toy} --out_dir={run} --length=9 --tokens=9 => 9 tokens are not enough;
-    loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    board --also=x => choose from steps, .*words;
-    board --also=words --books=no => texts, and no is none; board --train_args=--n_layer=1 => a folder of their own;
-    board --rates=1 => choose from 3e-4"""),
+    loss --out_dir={learned} --length=17 => its block_size=16 positions"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
     ("data/text.py --tokenizer=bytes", INPUT, """--source={toy} --val tokenizer meta => holds out everything;
     --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
@@ -458,8 +457,8 @@ SAYS = [                                        # (how a line begins, exit code,
     ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1"),
     ("data/stdlib.py --source=. --out_dir=out", INPUT, "=> 0 Python files under .* are too few .*--source"),
     ("data/weights.py", FLAGS, "=> NAME.FOLDER.FILE"),
-    ("data/weights.py", INPUT, """gpt2-xl --source={llama} --out=out => it has 2 layers of width 16, not 48 of 1600;
-    {llama}/model.safetensors --out=out => name its folder; export {llama_run} {llama} => exists and is not empty;
+    ("data/weights.py", INPUT, """no/such => neither a folder with config.json nor a .gguf;
+    {llama}/model.safetensors --out=out => neither a folder; export {llama_run} {llama} => exists: name a new;
     {llama} --out={llama} => name another one; {llama} --out={run} => holds a run that was trained""")]
 LOSS, RESUME = "eval.py loss --out_dir={run}", "train.py --init_from=resume --max_iters=9 --out_dir={run}"
 TEXT = "data/text.py --out_dir=out --tokenizer=bytes"
@@ -521,13 +520,15 @@ AFTER = [                                       # (a command line, rows: what th
         ("pip install tokenizers", lambda patch: patch.setitem(sys.modules, "tokenizers", None))]),
     (OF_PAGES, [("from other sources", edited("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'))]),
     ("data/weights.py {llama} --out=out", [
-        *((f"{name} is missing", removed(f"llama/{name}")) for name in ("model.safetensors", "config.json")),
-        ("damaged, or was not fetched whole", edited("llama/model.safetensors", lambda b: b[:5000])),
+        *(("transformers cannot read", removed(f"llama/{name}")) for name in ("model.safetensors", "config.json")),
+        ("transformers cannot read the weights", edited("llama/model.safetensors", lambda b: b[:5000])),
         *((says, edited("llama/config.json", lambda c, new=new: c.update(new))) for says, new in (
-            ("gemma is not among.*gpt2, llama", {"model_type": "gemma"}), ("be .40, 16", {"intermediate_size": 40}),
-            ("n_embd='wide' must be a whole", {"hidden_size": "wide"}), ("no place", {"num_hidden_layers": 1})))]),
+            ("model_type gemma is not among llama, gpt2", {"model_type": "gemma"}),
+            ("transformers cannot read the weights", {"intermediate_size": 40}),
+            ("transformers cannot read the config", {"hidden_size": "wide"}),
+            ("unexpected tensors, such as model.layers.1", {"num_hidden_layers": 1})))]),
     ("data/weights.py export {softmax} back", [
-        ("no family has .*sink=logit", edited("softmax/meta.json", lambda m: m["knobs"].update(sink="logit")))])]
+        ("has no .*sink=logit", edited("softmax/meta.json", lambda m: m["knobs"].update(sink="logit")))])]
 ROWS = [(f"{begins} {row.split('=> ')[0].strip()}", code, row.split("=> ")[1], ())
         for begins, code, text in SAYS for row in text.split(";")]
 ROWS += [(line, INPUT, says, events) for line, rows in AFTER for says, *events in rows]
