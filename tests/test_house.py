@@ -61,7 +61,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {"": 31_100, "axes": 8_800, "mixers": 23_300, "training": 4_100, "common": 9_300,
-            "data": 12_100, "docs": 2_500, "pretrained": 8_000, "evals": 75_900, "tests": 121_500}
+            "data": 12_100, "docs": 2_500, "pretrained": 8_000, "evals": 43_000, "tests": 103_100}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
