@@ -16,7 +16,7 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, compare, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
+    bench, board, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
     routers, sample, show, speed, theory)
 from evals.instrument import (
     Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, overrides_of, recipe_names, runs_named)
@@ -28,14 +28,13 @@ class Command(NamedTuple):
     run: Callable
     draw: Callable | None = None                # for --png
     tell: Callable | None = None                # one text for several runs
-    check: Callable | None = None               # raises before the work begins
+    check: Callable | None = None               # raises if runs cannot be compared
     page: Callable | None = None                # for --html
 
 
 OF_A_RUN = {                                    # eval.py opens the trained run that these look at
-    "loss": Command(loss.Loss, loss.command),
+    "loss": Command(loss.Loss, loss.command, loss.draw, loss.tell, loss.check),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw),
-    "compare": Command(compare.Compare, compare.command, compare.draw, compare.tell, compare.check),
     "sample": Command(sample.Sample, sample.command),
     "probe": Command(probe.ProbeFlags, probe.command, probe.draw),
     "heads": Command(heads.Heads, heads.command, heads.draw),
@@ -101,7 +100,7 @@ def run_on_each(command, args, parsed):
         for changed in overrides_of(recipes, overrides).values():       # of one run under several recipes
             cases[" ".join([place, *(f"--{name}={value}" for name, value in changed.items())])] = place, changed
     if command.check:                           # before the work begins
-        command.check(args, places)
+        command.check(args, places, parsed.dataset)
     for place, changed in cases.values():
         if changed and len(cases) > 1:
             new_parameters(place, changed)      # raises ValueError

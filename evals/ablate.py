@@ -55,37 +55,40 @@ def output_zeroed(chosen):
     return change
 
 
-def ablations(alpha_sink, threshold, prune, other, draws, seed):
+OTHER = 8                                       # the token whose value is zeroed, for comparison with the first token's
+DRAWS = 3                                       # of random heads
+
+
+def ablations(alpha_sink, threshold, prune):
     """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several changes are random
     draws of heads; the row shows their mean. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
-    threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads. other: a token whose value is
-    zeroed for comparison. draws, seed: number of random draws of heads, and their seed.
+    threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads.
 
     Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
     Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
     the random heads and the heads with the least weight on the sink."""
     all_heads, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
     in_cache, dormant = partial(value_zeroed, to_itself=False), int((alpha_sink > threshold).sum())
-    changes = {"first key hidden": key_hidden, f"value at {other} zero": in_cache(all_heads, other),
+    changes = {"first key hidden": key_hidden, f"value at {OTHER} zero": in_cache(all_heads, OTHER),
                "first value zero": in_cache(all_heads), "and also in its own row": value_zeroed(all_heads)}
     found = [(what, "all heads", total, [change]) for what, change in changes.items()]
     counts = [("first value zero", in_cache, dormant)] if dormant else []
     counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total)) for percent in prune]
     for what, change, count in counts:
-        choices = picked(alpha_sink, count, draws, seed, in_layers=change is output_zeroed)
+        choices = picked(alpha_sink, count, in_layers=change is output_zeroed)
         found += [(what, where, count, [change(chosen) for chosen in picks]) for where, picks in choices.items()]
     return found
 
 
-def picked(alpha_sink, count, draws, seed, in_layers=False):
-    """Choose `count` heads in three ways: those with the most weight on the sink, random heads (several draws), and
+def picked(alpha_sink, count, in_layers=False, seed=1337):
+    """Choose `count` heads in three ways: those with the most weight on the sink, random heads (DRAWS times), and
     those with the least weight. Returns {where: [mask `chosen`, ...]}.
     in_layers: also choose them spread evenly over the layers, in each layer those with the most or the least weight. A
     remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with the
     least weight may fill whole layers. Then their depth matters more than their sink.)"""
     alpha, dice = alpha_sink.cpu(), torch.Generator().manual_seed(seed)
     order = alpha.flatten().argsort(descending=True, stable=True)
-    orders = {"most sink": [order], "random": [torch.randperm(len(order), generator=dice) for _ in range(draws)],
+    orders = {"most sink": [order], "random": [torch.randperm(len(order), generator=dice) for _ in range(DRAWS)],
               "least sink": [order.flip(0)]}
     for where, values in (("most sink", alpha), ("least sink", -alpha)) if in_layers else ():
         rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()     # 0: first in its layer

@@ -1,10 +1,9 @@
 """The groups of tokens that Focus has learned (arXiv 2604.03260, sections 4 and 5): how even their sizes are, how
-clearly tokens belong to them, which tokens they hold, and which and how many distant pairs they keep.
+clearly tokens belong to them, which tokens they hold, and how many distant pairs they keep.
 
 A token has a share in every group, and belongs to the group with its largest share. All measures are taken on fixed
 windows, layer by layer. Every layer has its own groups: group 2 of one layer is unrelated to group 2 of another.
 """
-import functools
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,23 +26,19 @@ MEASURES = {                                    # name: its meaning, printed und
 }
 KEPT = "share of distant pairs, {window} apart or more, with a common group among the {k} largest of each (table 7)"
 MOST = 4                                        # the largest of these k
+LISTED = 8                                      # the most frequent tokens of each group
 
 
 @dataclass
 class Groups(Windows):
     """Flags of groups"""
-    windows: int = knob(16, "fixed windows, spread evenly; the listed pairs are from the first window", least=1)
     against: str = knob("", "compare groups with this run of the same model, such as an earlier checkpoint")
-    layer: int = knob(-1, "layer whose groups are listed, from 0; -1: the one with the most even groups", least=-1)
-    top: int = knob(8, "number of most frequent tokens to list for each group, and number of longest pairs", least=1)
 
 
 def command(args, run):
     """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
     check(run)
     T, config = run.window(args.length), run.model.config
-    if args.layer >= config.n_layer:
-        raise ValueError(f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {config.n_layer - 1}")
     seen = look(args, run, T)
     layers, K = [layer.numbers for layer in seen], seen[0].groups
     if args.against:
@@ -55,10 +50,10 @@ def command(args, run):
                              f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model")
         for layer, one, another in zip(layers, seen, look(args, other, T), strict=True):
             layer["stability"] = agreement(one.own, another.own, K)
-    shown = args.layer if args.layer >= 0 else int(np.argmax([layer["evenness"] for layer in layers]))
+    shown = int(np.argmax([layer["evenness"] for layer in layers]))
     numbers = run.reads(args.split, len(seen[0].own), T) | {
         "groups": K, "window": seen[0].local, "topk": config.topk, "against": args.against,
-        "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer, args.top)}
+        "mean": mean_of(layers), "layers": layers, "shown": spelled_out(seen[shown], shown, run.tokenizer)}
     return numbers, in_words(numbers)
 
 
@@ -74,12 +69,10 @@ def look(args, run, T):
 
     groups, local   the number of groups K, and the distance from which on pairs are distant
     ids, own        every token, and the group that it belongs to, (windows, T)
-    passage         the shares of the groups in the first window, (T, K)
     numbers         its MEASURES, "kept" {k: share of distant pairs}, and "shares", each group's share of tokens
     """
-    layers = [SimpleNamespace(groups=block.attn.groups, local=block.attn.local, ids=[], own=[], passage=None,
-                              confidence=0.0, kept=np.zeros(min(MOST, block.attn.groups)))
-              for block in run.model.transformer.h]
+    layers = [SimpleNamespace(groups=block.attn.groups, local=block.attn.local, ids=[], own=[], confidence=0.0,
+                              kept=np.zeros(min(MOST, block.attn.groups))) for block in run.model.transformer.h]
     far = distant(T, layers[0].local, run.machine.device)
 
     def see(at, module, q, k, v, x, table):
@@ -90,7 +83,6 @@ def look(args, run, T):
         for i in range(len(layer.kept)):
             members = module.memberships(g, i + 1).to(g.dtype)
             layer.kept[i] += ((members @ members.mT > 0) & far).sum().item()
-        layer.passage = g[0].float().cpu() if layer.passage is None else layer.passage
 
     ids = []
     for rows in batches(run, args, T):
@@ -136,44 +128,20 @@ def mean_of(layers):
     return mean | {"kept": {k: None if None in shares else float(np.mean(shares)) for k, shares in kept.items()}}
 
 
-def spelled_out(seen, layer, tokenizer, top):
+def spelled_out(seen, layer, tokenizer):
     """The texts of a layer's groups. "tokens": the most frequent ones of each group, [[text, count, share of the text's
-    occurrences that are in this group]]. "passage", "pairs": the groups and the longest pairs of the first window."""
+    occurrences that are in this group]]. "passage": the groups of the tokens of the first window."""
     own, ids, common = seen.own.ravel(), seen.ids.ravel(), []
-    everywhere, spelling = np.bincount(ids), functools.cache(lambda i: tokenizer.decode([int(i)]))
+    everywhere = np.bincount(ids)
     for group in range(seen.groups):
         counts = np.bincount(ids[own == group], minlength=len(everywhere))
-        best = [i for i in counts.argsort(kind="stable")[::-1][:top] if counts[i]]
-        common.append([[spelling(i), int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
-    pairs = longest_pairs([spelling(i) for i in seen.ids[0]], seen.passage, seen.local, top)
-    return {"layer": layer, "tokens": common, "passage": seen.own[0].tolist(), "pairs": pairs}
-
-
-def longest_pairs(texts, g, local, top):
-    """The pairs of a passage that share a group and are farthest apart, longest first. Groups take turns, and a text
-    appears in one pair only. Otherwise all pairs would contain the tokens at both ends. If tokens are words, only whole
-    words of three letters or more count.
-
-    texts: those of the T tokens. g (T, K): their shares of the groups. Returns [{"one", "at", "other", "to",
-    "distance", "affinity", "group"}]; the affinity is g_i . g_j."""
-    words = [i for i, text in enumerate(texts) if text[:1].isspace() and len(text) > 3 and text[1:].isalpha()]
-    places, own = words or range(len(texts)), g.argmax(-1).tolist()
-    pairs = sorted(((j - i, i, j) for i, j in itertools.combinations(places, 2)
-                    if own[i] == own[j] and j - i >= local and texts[i].lower() != texts[j].lower()), reverse=True)
-    found, used, turns = [], set(), dict.fromkeys(own, 0)
-    while pairs and len(found) < top:
-        turn = min(turns[own[i]] for _, i, _ in pairs)
-        distance, i, j = next(pair for pair in pairs if turns[own[pair[1]]] == turn)
-        found.append({"one": texts[i], "at": i, "other": texts[j], "to": j, "distance": distance,
-                      "affinity": (g[i] @ g[j]).item(), "group": own[i]})
-        turns[own[i]] += 1
-        used |= {texts[i].lower(), texts[j].lower()}
-        pairs = [pair for pair in pairs if not used & {texts[pair[1]].lower(), texts[pair[2]].lower()}]
-    return sorted(found, key=lambda pair: -pair["distance"])
+        best = [i for i in counts.argsort(kind="stable")[::-1][:LISTED] if counts[i]]
+        common.append([[tokenizer.decode([int(i)]), int(counts[i]), float(counts[i] / everywhere[i])] for i in best])
+    return {"layer": layer, "tokens": common, "passage": seen.own[0].tolist()}
 
 
 def in_words(numbers):
-    """The numbers as text: a line for each layer, then tokens and longest pairs of one layer's groups."""
+    """The numbers as text: a line for each layer, then the tokens of one layer's groups."""
     lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
     lines = {name: line | {f"kept, k={k}": share for k, share in line["kept"].items()} for name, line in lines.items()}
     meanings = {name: text.format(even=1 / numbers["groups"]) for name, text in MEASURES.items()}
@@ -184,10 +152,6 @@ def in_words(numbers):
             f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)"]
     text += [f"{group:>3}  " + ("  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)
                                 or "(no token)") for group, common in enumerate(shown["tokens"])]
-    if shown["pairs"]:
-        text += ["", "the pairs of tokens that share a group and are farthest apart in the first window"]
-        text += [f"{p['group']:>3}  {p['one']!r} at {p['at']}  {p['other']!r} at {p['to']}  distance {p['distance']}, "
-                 f"affinity {p['affinity']:.3f}" for p in shown["pairs"]]
     return "\n".join(text)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from common.flags import knob
 from data import tokens
-from evals.ablate import ablations, costs, draw_costs
+from evals.ablate import OTHER, ablations, costs, draw_costs
 from evals.instrument import Windows, explained, first_line, progress, table, watch, whole_numbers, window_batches
 from evals.measures import Probe
 from evals.pictures import SHARES, draw_rows, heat_map, signed
@@ -36,13 +36,9 @@ class Heads(Windows):
     """Flags of heads"""
     local: int = knob(8, "alpha_local is the weight on this number of last keys", least=1)
     threshold: float = knob(0.5, "a head is dormant if its alpha_sink is above this")
-    early: int = knob(-1, "importance_cv_late leaves out this number of first layers; -1: a fifth of all", least=-1)
     against: str = knob("", "also measure alpha_sink on this data set, to see whether the same heads are dormant")
     cost: bool = knob(False, "also measure how much each ablation raises the loss, in some 30 passes over the windows")
     prune: str = knob("5,14,30", "with --cost: percentages of heads to silence")
-    other: int = knob(8, "with --cost: token whose value is zeroed, for comparison with the first token's", least=1)
-    draws: int = knob(3, "with --cost: number of random draws of heads", least=1)
-    seed: int = knob(1337, "with --cost: seed of these draws")
 
     def __post_init__(self):
         super().__post_init__()
@@ -53,9 +49,10 @@ class Heads(Windows):
 def command(args, run):
     """How dormant, local, global and important every head is; with --cost, what its sink and the head are worth."""
     T, machine = run.window(args.length), run.machine
-    if max(args.local, args.other + 1) > T:
-        raise ValueError(f"--local={args.local} and --other={args.other} do not fit into windows of {T} tokens: "
-                         "lower them, or raise --length")
+    if args.local > T:
+        raise ValueError(f"--local={args.local} does not fit into windows of {T} tokens: lower it, or raise --length")
+    if args.cost and T <= OTHER:
+        raise ValueError(f"--cost needs windows of more than {OTHER} tokens: raise --length")
     maps, windows = [], []                      # for the run's data set, and for --against
     for folder, _ in [run.data, *([run.data_of(args.against)] if args.against else [])]:
         split = tokens.Tokens(folder, args.split)
@@ -69,27 +66,27 @@ def command(args, run):
     outside = run.model.ahead or any(block.attn.has_extra_key for block in run.model.transformer.h)
     numbers = run.reads(args.split, len(windows[0]), T) | {
         "local": args.local, "alpha_sink_is": "extra" if outside else "sink",
-        **summary(maps[0], args)}
+        **summary(maps[0], args.threshold)}
     alpha = maps[0]["alpha_sink"]
     if args.against:
         numbers["against"] = compared(alpha, maps[1]["alpha_sink"], Path(args.against).name)
     if args.cost:
-        removed = ablations(alpha, args.threshold, whole_numbers(args.prune), args.other, args.draws, args.seed)
+        removed = ablations(alpha, args.threshold, whole_numbers(args.prune))
         numbers["cost"] = costs(removed, run.model, windows[0], machine, args.batch_size) | {
             "threshold": args.threshold, "dormant": numbers["dormant"]}
     return numbers, in_words(numbers)
 
 
-def summary(maps, args):
-    """The maps as lists, and figures over all heads."""
+def summary(maps, threshold):
+    """The maps as lists, and figures over all heads. threshold: a head with a larger alpha_sink is dormant."""
     alpha, importance = maps["alpha_sink"], maps["importance"]
     depth = torch.arange(len(alpha), dtype=torch.float64)
-    early = max(1, round(len(alpha) / 5)) if args.early < 0 else args.early
+    early = max(1, round(len(alpha) / 5))       # a fifth of the layers
     return {
         "maps": {name: [[round(value, 6) for value in layer] for layer in values.tolist()]
                  for name, values in maps.items()},
         "mean": {name: values.mean().item() for name, values in maps.items()},
-        "threshold": args.threshold, "dormant": (alpha > args.threshold).double().mean().item(),
+        "threshold": threshold, "dormant": (alpha > threshold).double().mean().item(),
         "depth_rank_correlation": correlation(depth, alpha.mean(1).argsort().argsort().double()),
         "importance_cv": variation(importance), "early": early, "importance_cv_late": variation(importance[early:])}
 

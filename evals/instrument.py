@@ -12,7 +12,7 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
     page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps.py
     tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
                               their numbers, and those of numbers["mean"], side by side
-    check(args, places)       raises ValueError on runs that cannot be compared, before the first is opened
+    check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
 
 To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in tests/test_NAME.py.
 """
@@ -108,7 +108,7 @@ class OpenedRun:
         meta, checkpoint = read_run(common.out_dir)
         self.machine = Machine(common.device, common.dtype or ("auto" if "source" in meta else "float32"))
         self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides, self.machine.dtype)
-        self.out_dir = checkpoint.parent
+        self.out_dir, self.overrides = checkpoint.parent, overrides
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
         self.has_weights = all(block.attn.has_weights for block in self.model.transformer.h)
@@ -266,15 +266,12 @@ def window_batches(model, split, machine, length, count, batch_size, bar=False, 
     if share:
         starts = starts[machine.rank::machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        rows, first = read_windows(split, some := starts[i:i + batch_size], length + 1, model, machine), None
+        some, first = starts[i:i + batch_size], None
+        rows = split.windows(some, length + 1, model.config.vocab_size)
         if packed and split.documents is not None:
             first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        rows = torch.from_numpy(rows).to(machine.device)
         yield (rows, first) if packed else rows
-
-
-def read_windows(split, starts, length, model, machine):
-    """The `length` tokens from each of these starts on, (len(starts), length) int64, on the machine's device."""
-    return torch.from_numpy(split.windows(starts, length, model.config.vocab_size)).to(machine.device)
 
 
 def progress(steps, shown):

@@ -8,7 +8,6 @@ only in the context before a token. Standard errors are over spans.
 trains for more steps at each of them, as a new run (Threshold Differential Attention 2601.12145, section 6 and
 appendix D.3: 500 steps). The base row, from which "more" is measured, is the model as it was trained.
 """
-import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 
 from common.flags import Knobs, knob, shown
 from evals.instrument import (
-    legend, mean_and_error, model_config, table, train_if_missing, whole_numbers, window_batches)
+    legend, mean_and_error, table, train_if_missing, whole_numbers, window_batches)
 from evals.loss import figures_of, token_losses
 from evals.pictures import figure_of, line_panel, powers_of_two
 
@@ -85,16 +84,8 @@ def bin_ends(longest):
 
 def unscaled(run):
     """The model of a run with its own RoPE, and with the other overrides of this evaluation."""
-    changed = overrides(run)
-    others = {name: value for name, value in changed.items() if name not in ("rope_base", "rope_scaling")}
-    return run.model if others == changed else run.beside(run.out_dir, others).model
-
-
-def overrides(run):
-    """{name: value} of the choices of a run that this evaluation changes."""
-    now = dataclasses.asdict(run.model.config)
-    stored = dataclasses.asdict(model_config(run.meta["knobs"], {}))
-    return {name: now[name] for name in stored if now[name] != stored[name]}
+    others = {name: value for name, value in run.overrides.items() if name not in ("rope_base", "rope_scaling")}
+    return run.model if others == run.overrides else run.beside(run.out_dir, others).model
 
 
 def finetuned(run, length, args):
@@ -108,7 +99,7 @@ def finetuned(run, length, args):
         flags |= {name: knobs[name] for name in same} | {
             "batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
             "learning_rate": knobs["learning_rate"] / 10}
-    flags |= overrides(run)
+    flags |= run.overrides
     train_if_missing(folder, [*(f"--{name}={shown(value)}" for name, value in flags.items()), f"--out_dir={folder}",
                               *args.train_args.split()])
     return run.beside(folder).model

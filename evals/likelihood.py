@@ -13,7 +13,6 @@ class Answer(NamedTuple):
     """What a model says of a continuation."""
     loglik: float                               # sum over its tokens, in nats
     greedy: bool                                # was each of them the likeliest?
-    rank: float                                 # their mean rank; 1: the likeliest
 
 
 def text_tokenizer(run):
@@ -42,7 +41,7 @@ def batches(inputs, batch_size):
 def answers(model, machine, requests, batch_size):
     """The model's Answers to requests (ids, count): how likely are the last `count` ids after those
     before them? The ranks share the batches. Raises ValueError if an answer is not finite."""
-    found = torch.zeros(len(requests), 3, dtype=torch.float64)      # zero where another rank reads
+    found = torch.zeros(len(requests), 2, dtype=torch.float64)      # zero where another rank reads
     todo = batches([ids[:-1] for ids, _ in requests], batch_size)
     with machine.autocast():                    # one for all: each autocast converts the weights
         for batch in progress(todo[machine.rank::machine.world], machine.main):
@@ -54,14 +53,13 @@ def answers(model, machine, requests, batch_size):
                 own = row.gather(-1, wanted)                        # (count, 1)
                 logprob = (own - row.logsumexp(-1, keepdim=True)).cpu().double()
                 greedy = (row.argmax(-1, keepdim=True) == wanted).all().cpu()
-                rank = 1 + (row > own).sum(-1).cpu().double().mean()
-                found[number] = torch.stack([logprob.sum(), greedy, rank])
+                found[number] = torch.stack([logprob.sum(), greedy])
     total = machine.sum(*found.flatten().tolist())
     found = torch.tensor(total, dtype=found.dtype).view(found.shape)
     if not found.isfinite().all():
         raise ValueError("the model's log-likelihoods are not finite: try --dtype=float32, and "
                          "look at its loss with python eval.py loss")
-    return [Answer(loglik, bool(greedy), rank) for loglik, greedy, rank in found.tolist()]
+    return [Answer(loglik, bool(greedy)) for loglik, greedy in found.tolist()]
 
 
 def generated(model, machine, prompts, batch_size, count, **how):

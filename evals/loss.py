@@ -1,13 +1,28 @@
-"""The loss of a run on fixed windows. Every call reads the same tokens, so runs can be compared."""
-import math
-from dataclasses import dataclass
+"""The loss of a run on fixed windows. Every call reads the same tokens, so runs can be compared.
 
+    python eval.py loss --out_dir=out/a                 one run
+    python eval.py loss --out_dir='out/tiny-*' --png=out/loss.png
+
+The second command prints a table of several runs, and draws their losses during training. Runs
+that differ only in the seed become one row of the table and one line of the picture.
+"""
+import csv
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+import attention
+import mixers
 from common.flags import knob
+from common.runs import read_run
 from data import tokens
-from evals.instrument import Windows, first_line, mean_and_error, table, window_batches
+from evals.instrument import Windows, first_line, legend, mean_and_error, table, window_batches
+from evals.pictures import figure_of, frame
 
 
 @dataclass
@@ -17,14 +32,125 @@ class Loss(Windows):
     batch_size: int = knob(16, "windows per forward pass")
 
 
+ADVICE = {"tokenizer": "look at one run after another",
+          "training data (hash)": "name data for all with --dataset",
+          "block_size": "set one for all with --length"}
+
+
+def check(args, places, dataset):
+    """Raise ValueError if these runs would not read the same windows. dataset: that of --dataset."""
+    first = None
+    for place in places:
+        meta = read_run(place)[0]
+        reads = {"tokenizer": meta.get("tokenizer"),
+                 "training data (hash)": dataset or meta.get("data_hash"),
+                 "block_size": args.length or meta["knobs"]["block_size"]}
+        first = first or reads
+        for name, value in reads.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{places[0]} and {place} differ in {name}: {first[name]} and {value}. Only "
+                    f"losses on the same windows can be compared: {ADVICE[name]}")
+
+
 def command(args, run):
-    """Mean loss of a split on fixed windows."""
-    T, split = run.window(args.length), run.split(args.split)
-    loss, error, windows = loss_and_error(run.model, split, run.machine, args.windows, args.batch_size, T)
-    bpb = bits_per_byte(loss, run.data_meta, args.split)
-    numbers = run.reads(args.split, windows, T) | {"loss": loss, "loss_error": error, "bits_per_byte": bpb}
-    text = table([[args.split, loss, error, bpb]], ["split", "loss", "+-", "bits per byte"])
-    return numbers, f"{first_line(numbers)}\n\n{text}\n\n+-: standard error over the windows"
+    """Mean loss of a split on fixed windows. Of several runs: means and deviations over seeds;
+    with --png their losses during training."""
+    length, split = run.window(args.length), run.split(args.split)
+    losses = window_losses(run.model, split, run.machine, args.windows, args.batch_size, length)
+    loss, error = mean_and_error(losses)
+    knobs = run.meta["knobs"] | asdict(run.model.config)
+    if knobs.get("init_from") == "resume":      # as if the run had not been stopped
+        knobs["init_from"] = "scratch"
+    return run.reads(args.split, len(losses), length) | {
+        "loss": loss, "loss_error": error,
+        "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split), "losses": losses.tolist(),
+        "knobs": {name: knobs[name] for name in knobs if name not in ("seed", "out_dir")},
+        # a run under other choices than its own was not trained so
+        "log": None if run.overrides else str(run.out_dir / "log.csv")}, ""
+
+
+def tell(args, found):
+    """One row for a run, or a row for each recipe of several runs."""
+    first = next(iter(found.values()))
+    if len(found) == 1:
+        row = [args.split, first["loss"], first["loss_error"], first["bits_per_byte"]]
+        shown = table([row], ["split", "loss", "+-", "bits per byte"])
+        return f"{first_line(first)}\n\n{shown}\n\n+-: standard error over the windows"
+    rows, best = [], None
+    for label, group in groups_of(found).items():
+        losses = np.mean([numbers["losses"] for numbers in group], 0)   # (windows,)
+        more = (None, None) if best is None else mean_and_error(losses - best)
+        best = losses if best is None else best
+        means, bits = ([run[name] for run in group] for name in ("loss", "bits_per_byte"))
+        rows.append([label, str(len(group)), fmean(means), stdev(means) if len(group) > 1 else None,
+                     None if None in bits else fmean(bits), *more])
+    meanings = {
+        "deviation": "standard deviation over seeds; with fewer than three it says little",
+        "more": "than the first row, on the same windows",
+        "+-": "standard error of this difference over the windows, not over the seeds"}
+    header = ["", "runs", "loss", "deviation", "bits per byte", "more", "+-"]
+    return f"{first_line(first)}\n\n{table(rows, header)}\n\n{legend(meanings)}"
+
+
+def groups_of(found):
+    """The runs of {run: numbers} with the same knobs, except for the seed: {label: [numbers]}, the
+    best first. A label is the recipe, and the knobs that differ between groups unless the recipe
+    sets them."""
+    groups = {}
+    for numbers in found.values():
+        groups.setdefault(str(numbers["knobs"]), []).append(numbers)
+    best_first = sorted(groups.values(), key=lambda group: fmean(run["loss"] for run in group))
+    every, labelled = [group[0]["knobs"] for group in best_first], {}
+    for group, knobs in zip(best_first, every, strict=True):
+        usual = {"attn": knobs["attn"], "attn_args": "", "layers": ""}
+        usual |= mixers.DEFAULTS | attention.recipe(knobs["attn"])
+        label = knobs["attn"]
+        for name, value in knobs.items():
+            differs = any(other.get(name) != value for other in every)
+            if differs and (name not in usual or usual[name] != value):
+                label += f" --{name}={value}"
+        labelled[label] = group
+    return labelled
+
+
+def draw(path, found):
+    """Draw val_loss by step of training, a line for each recipe: the mean over seeds, and a band of
+    one standard deviation. Dotted: train_loss."""
+    with figure_of(path, [4.2], [6.5]) as axes:
+        ax = axes[0, 0]
+        for label, group in groups_of(found).items():
+            steps, values = curves(group, "val_loss")
+            mean = values.mean(0)
+            line, = ax.plot(steps, mean, label=f"{label}, runs: {len(group)}")
+            colour = line.get_color()
+            if len(group) > 1:
+                deviation = values.std(0, ddof=1)
+                ax.fill_between(steps, mean - deviation, mean + deviation, color=colour, alpha=0.2)
+            steps, values = curves(group, "train_loss")
+            ax.plot(steps, values.mean(0), ":", color=colour, linewidth=0.8)
+        ax.legend(frameon=False, fontsize=8)
+        frame(ax, "val_loss, and train_loss (dotted); bands: one standard deviation over seeds",
+              "step", "nats per token")
+
+
+def curves(group, column):
+    """The steps at which all these runs have this column in their log.csv, and its values there,
+    (runs, steps)."""
+    logs = []
+    for numbers in group:
+        log = numbers["log"]
+        if not log or not Path(log).exists():
+            raise ValueError(f"there is no curve of {numbers['knobs']['attn']}: only a run that was "
+                             "trained here, as it is now, has a log.csv. Leave out --png")
+        try:
+            with open(log, newline="") as f:
+                rows = [row for row in csv.DictReader(f) if row[column]]
+            logs.append({float(row["step"]): float(row[column]) for row in rows})
+        except (ValueError, KeyError, csv.Error):
+            raise ValueError(f"{log} is damaged: leave out this run, or --png") from None
+    steps = sorted(set.intersection(*map(set, logs)))
+    return steps, np.array([[log[step] for step in steps] for log in logs])
 
 
 @torch.no_grad()
@@ -44,17 +170,16 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
 
 
 @torch.no_grad()
-def loss_and_error(model, split, machine, count, batch_size, length):
-    """The mean loss of a model in eval mode, its standard error over the windows (None for one window), and the number
-    of windows. The ranks share the windows."""
-    total, squares, seen = 0.0, 0.0, 0
-    for rows, starts in window_batches(model, split, machine, length, count, batch_size, True, True, packed=True):
-        losses = token_losses(model, rows, machine, starts).double().mean(1)            # (B,)
-        total, squares, seen = total + losses.sum().item(), squares + losses.square().sum().item(), seen + len(rows)
-    total, squares, seen = machine.sum(total, squares, seen)
-    mean = total / seen
-    variance = max(0.0, squares / seen - mean ** 2)                     # rounding can make it negative
-    return mean, math.sqrt(variance / (seen - 1)) if seen > 1 else None, int(seen)
+def window_losses(model, split, machine, count, batch_size, length):
+    """The mean loss of each fixed window, (windows,) in float64, of a model in eval mode. The ranks
+    share the windows."""
+    own = []
+    for rows, starts in window_batches(model, split, machine, length, count, batch_size,
+                                       bar=True, share=True, packed=True):
+        own += token_losses(model, rows, machine, starts).double().mean(1).tolist()
+    found = np.zeros(len(tokens.fixed_windows(split, length, count)))
+    found[machine.rank::machine.world] = own
+    return np.array(machine.sum(*found))
 
 
 def token_losses(model, rows, machine, starts=None):

@@ -36,8 +36,6 @@ SCORES = {                                      # {score of a trial: (name in th
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
     "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
-    "rank": ("rank", "mean rank of the key's tokens, each given those before it; 1: the likeliest"),
-    "likeliest": ("all first", "share of the keys whose tokens all have rank 1"),
 }
 
 
@@ -48,17 +46,17 @@ class Passkey(Knobs):
                             "up to the number of the model's positions")
     trials: int = knob(100, "prompts of each length", least=1)
     seed: int = knob(0, "seed of the keys and their places")
-    bos: bool = knob(False, "begin each prompt with the tokenizer's separator")
     batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens",
                            least=1)
 
 
 def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
-    coder, usual = text_tokenizer(run), [length for length in range(500, 4001, 500) if length <= run.positions]
+    coder = text_tokenizer(run)
+    usual = [length for length in range(500, 4001, 500) if length <= run.positions]
     lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
     run.check_positions(lengths[-1], "lengths")
-    trials = {length: [make_trial(coder, length, number, args.seed, args.bos)
+    trials = {length: [make_trial(coder, length, number, args.seed)
                        for number in progress(range(args.trials), run.machine.main)] for length in lengths}
     found = {}
     for length in reversed(lengths):            # the longest first: what does not fit into memory fails at once
@@ -85,13 +83,13 @@ class Trial(NamedTuple):
     wrong: tuple                                # another key with as many tokens
 
 
-def make_trial(coder, length, number, seed=0, bos=False):
+def make_trial(coder, length, number, seed=0):
     """The trial of this number: as much garbage as fits, with the key at a random depth."""
     dice = np.random.default_rng([seed, length, number])
     key, depth = int(dice.integers(1, LARGEST + 1)), float(dice.random())
 
     def ids(garbage, more=""):
-        return (*([coder.separator] if bos else []), *coder.encode(prompt_text(key, garbage, depth) + more).tolist())
+        return tuple(coder.encode(prompt_text(key, garbage, depth) + more).tolist())
 
     # the number of tokens grows almost monotonically with the characters, so bisection finds the limit
     room, least = length - ANSWER, len(ids(0))
@@ -120,13 +118,18 @@ def prompt_text(key, characters, depth):
 
 def scores_of(model, machine, coder, trials, batch_size):
     """A dict of SCORES for each of these trials, which have about equally many tokens."""
-    requests = [([*trial.prompt, *ids], len(ids)) for trial in trials for ids in (trial.right, trial.wrong)]
+    requests = [([*trial.prompt, *ids], len(ids)) for trial in trials
+                for ids in (trial.right, trial.wrong)]
     tokens = batch_size * max(len(ids) for ids, _ in requests)
     heard = iter(answers(model, machine, requests, tokens))
-    said = generated(model, machine, [trial.prompt for trial in trials], tokens, ANSWER, temperature=0)
-    return [{"correct": float(is_correct(coder.decode(ids), trial.key)), "log_likelihood": right.loglik,
-             "gain": right.loglik - wrong.loglik, "rank": right.rank, "likeliest": float(right.rank == 1)}
-            for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True)]
+    prompts = [trial.prompt for trial in trials]
+    said = generated(model, machine, prompts, tokens, ANSWER, temperature=0)
+    found = []
+    for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True):
+        correct = is_correct(coder.decode(ids), trial.key)
+        found.append({"correct": float(correct), "log_likelihood": right.loglik,
+                      "gain": right.loglik - wrong.loglik})
+    return found
 
 
 def is_correct(text, key):

@@ -84,10 +84,9 @@ def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
     frame(ax, title, xlabel)
 
 
-def draw_recipes(path, groups, panels, even=()):
+def draw_recipes(path, groups, panels):
     """Draw panels {figure: (title, low, high)} side by side, a line for each recipe of groups {name: [{figure: value}
-    of each run]}: a dot for each run, and a bar for their mean. low, high: ends of the axis, or None. even {figure:
-    that of an even spread}: also draw the latter as a grey mark."""
+    of each run]}: a dot for each run, and a bar for their mean. low, high: ends of the axis, or None."""
     with figure_of(path, [1.2 + 0.3 * len(groups)], [3.3] * len(panels), sharey=True) as axes:
         for ax, (key, (title, low, high)) in zip(axes[0], panels.items(), strict=True):
             for y, group in enumerate(groups.values()):
@@ -97,14 +96,12 @@ def draw_recipes(path, groups, panels, even=()):
                 ax.plot(values, [y] * len(values), "o", color="#08519c", markersize=3.5)
                 if high and mean > high:        # rules without a normaliser have row sums of any size
                     ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
-                if key in even:
-                    ax.plot(group[0][even[key]], y, "|", color="0.4", markersize=20, mew=1.5)
             ax.set_xlim(low, high)
             frame(ax, title)
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)    # the first on top
-        ax.figure.supxlabel("a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it"
-                            + "; a grey mark is an even spread over the keys" * bool(even), fontsize=9)
+        ax.figure.supxlabel("a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it",
+                            fontsize=9)
 
 
 def frame(ax, title="", xlabel="", ylabel=""):

@@ -10,7 +10,6 @@
 With --balance=sinkhorn, as in the paper, the groups depend on later tokens: perplexities are not of a causal model.
 """
 import dataclasses
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -49,20 +48,13 @@ class Routers(Knobs):
     repeats: int = knob(5, "timed rounds over all forms; the result is the median", least=1)
     sweep: str = knob("", "on a run of plain attention, train routers with several values of this knob, or of all",
                       ("", *SWEEPS, "all"))
-    values: str = knob("", "with --sweep of one knob: its values, separated by commas; empty: the paper's")
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
-    balancing: str = knob("sinkhorn", "with --sweep: --balance of the routers", tuple(mixers.AXES["balance"]))
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.k or "0", "k")       # raises ValueError, as the next line does
         whole_numbers(self.lengths or "0", "lengths")
-        for value in self.values.split(",") if self.values else ():
-            if not re.fullmatch(r"\d+/[1-9]\d*|\d*\.?\d+", value):
-                raise ValueError(f"--values: {value!r} must be a number, or a share such as 1/8")
-        if self.values and self.sweep not in SWEEPS:
-            raise ValueError(f"--values={self.values} are values of one knob: name it, --sweep={'|'.join(SWEEPS)}")
 
 
 def command(args, run):
@@ -74,17 +66,13 @@ def command(args, run):
     if any(kind.mixer != "attention" for kind in run.model.config.kinds):
         raise ValueError(f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
                          f"{run.model.config.attn}: name its base")
-    if args.sweep == "iterations" and args.balancing != "sinkhorn":
-        raise ValueError(f"--balancing={args.balancing} has no iterations: give --balancing=sinkhorn")
-    knobs = {name: args.values.split(",") if args.values else values for name, values in SWEEPS.items()
-             if args.sweep == name or args.sweep == "all" and (name != "iterations" or args.balancing == "sinkhorn")}
-    rows = {name: [router(args, run, name, value) for value in values] for name, values in knobs.items()}
-    numbers = {"dataset": run.dataset, "split": args.split, "balance": args.balancing, "steps": args.steps,
-               "sweep": rows}
+    names = SWEEPS if args.sweep == "all" else [args.sweep]
+    rows = {name: [router(args, run, name, value) for value in SWEEPS[name]] for name in names}
+    numbers = {"dataset": run.dataset, "split": args.split, "steps": args.steps, "sweep": rows}
     header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
     cells = [[name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-             for name in knobs for row in rows[name]]
-    return numbers, (f"routers after {args.steps} steps on {run.dataset}, --balance={args.balancing}; "
+             for name in names for row in rows[name]]
+    return numbers, (f"routers after {args.steps} steps on {run.dataset}, --balance=sinkhorn; "
                      f"perplexity on {args.split}\n\n{table(cells, header)}")
 
 
@@ -151,10 +139,8 @@ def router(args, run, name, value):
         share = Fraction(constants[size])       # "1/8" is a share, "8" the number itself
         constants[size] = max(1, int(whole * share)) if "/" in constants[size] else int(share)
     window = constants.pop("window")
-    if args.balancing != "sinkhorn":
-        del constants["iterations"]
     train_if_missing(folder, [
-        f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", f"--balance={args.balancing}",
+        f"--init_from={run.out_dir}", "--attn=focus", "--train_only=focus", "--balance=sinkhorn",
         f"--window={window}", f"--attn_args={','.join(f'{name}={value}' for name, value in constants.items())}",
         f"--dataset={run.dataset}", f"--max_iters={args.steps}", f"--eval_interval={args.steps}",
         f"--device={run.machine.device}", f"--out_dir={folder}", *args.train_args.split()])

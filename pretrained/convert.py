@@ -111,12 +111,9 @@ def main(argv):
             path, origin = fetched(name, out.with_name("downloads"))
         source = convert(name, path, origin, out)["source"]
         tuned = ", instruction-tuned" * source["instruction_tuned"]
-        # sample --chat writes turns in this format
-        chat = tuned and b"<|im_start|>" in (coders.content_of(out) or b"")
-        asked = ' --chat --prompt="Why is the sky blue?"' if chat else ""
         print(f"{out}: {name}, from weights in {source['precision']}{tuned}; "
               f"licence: {source['licence'] or 'not stated'}\n"
-              f"next:  python eval.py sample --out_dir={out}{asked}\n"
+              f"next:  python eval.py sample --out_dir={out}\n"
               f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
 
 

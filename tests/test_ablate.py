@@ -76,7 +76,7 @@ def test_an_output_is_zeroed_after_gate_and_norm_and_a_hidden_key_has_no_weight(
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 20), st.integers(0, 9))
 def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(layers, heads, count, seed):
     alpha, count = torch.rand(layers, heads, generator=bounds.dice(seed)), min(count, layers * heads)
-    found, evenly = (picked(alpha, count, 3, seed, in_layers) for in_layers in (False, True))
+    found, evenly = (picked(alpha, count, in_layers, seed) for in_layers in (False, True))
     same({where: evenly[where] for where in found}, found)
     assert [len(picks) for picks in found.values()] == [1, 3, 1]
     assert all(chosen.sum() == count for picks in evenly.values() for chosen in picks)
@@ -108,7 +108,7 @@ def test_costs_are_differences_of_the_losses_of_windows(attn):
                "first key hidden": key_hidden, "first value zero": value_zeroed(every, 0, False),
                "value at 8 zero": value_zeroed(every, 8, False), "and also in its own row": value_zeroed(every)}
     losses = {what: ablate.window_losses(changes[what], gpt, rows, MACHINE, 3).mean().item() for what in changes}
-    before, found = losses["0 % of heads zero"], ablate.ablations(torch.rand(every.shape), 0.5, [0, 100], 8, 2, 0)
+    before, found = losses["0 % of heads zero"], ablate.ablations(torch.rand(every.shape), 0.5, [0, 100])
     for line in ablate.costs(found, gpt, rows, MACHINE, 2)["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
             close(line["loss_change"], losses[line["what"]] - before, terms=4, size=before, dtype=torch.float32)

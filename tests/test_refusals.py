@@ -262,7 +262,7 @@ BORDERS = {
     "train.py {new} --attn=k_bias": "attn_args=bias_dims 9 8, attn_args=bias_dims 1.7 1",
     "train.py {new} --attn=softmax --head_balance=0.1 --n_layer=2": "balance_skip 1 0",
     "eval.py probe --out_dir=x": "k 0 1, k 65 64, eps -1 0, windows -2 -1",
-    "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k top_p -1 0",
+    "eval.py sample --out_dir=x": "tokens samples 0 1, temperature top_k -1 0",
     "eval.py heads --out_dir=x": "local windows 0 1, prune 101 100, prune -1 0",
     "eval.py speed": "memory lengths widths 0 1"}
 
@@ -354,7 +354,7 @@ def damaged_file(draw, path):
 
 
 OF_A_RUN = [f"eval.py {look} --device=cpu --out_dir=RUN" for look in (
-    "loss --windows=2", "loss --attn=softmax1", "probe --windows=2", "params", "sample --tokens=3", "compare")]
+    "loss --windows=2", "loss --attn=softmax1", "probe --windows=2", "params", "sample --tokens=3")]
 OF_A_RUN += ["train.py --init_from=resume --out_dir=RUN --max_iters=3", "data/weights.py export RUN out",
              "train.py --init_from=RUN --out_dir=out --max_iters=1 --dataset={data} --device=cpu",
              "train.py --init_from=RUN --out_dir=out --max_iters=1 --dataset={data} --device=cpu --train_only=lora",
@@ -366,7 +366,8 @@ OF_PAGES = ("data/fineweb_edu.py --tokenizer=bytes --source={pages}/some.jsonl -
 READERS = {                                     # {a file: command lines that read it}
     **{f"{run}/{name}": [line.replace("RUN", run) for line in OF_A_RUN]
        for run in ("{run}", "{focus}", "{pair}/base", "{pair}/lora") for name in ("ckpt.pt", "meta.json")},
-    "{run}/log.csv": ["train.py --init_from=resume --out_dir={run} --max_iters=9", "eval.py compare --out_dir={run}"],
+    "{run}/log.csv": ["train.py --init_from=resume --out_dir={run} --max_iters=9",
+                      "eval.py loss --windows=2 --png=out --out_dir={run}"],
     **{f"{{data}}/{name}": OF_DATA for name in ("train.bin", "val.bin", "meta.json")},
     **{f"{{{model}}}/{name}": [f"data/weights.py {{{model}}} --out=out"] for model in ("llama", "gpt2")
        for name in ("config.json", "model.safetensors", "tokenizer.json")},
@@ -440,8 +441,7 @@ SAYS = [                                        # (how a line begins, exit code,
     probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
     groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
     routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
-    loss --out_dir={learned} --length=17 => its block_size=16 positions;
-    sample --out_dir={run} --prompt=a --chat => bytes has no <.im_end.>"""),
+    loss --out_dir={learned} --length=17 => its block_size=16 positions"""),
     ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
     ("data/text.py --tokenizer=bytes", INPUT, """--source={toy} --val tokenizer meta => holds out everything;
     --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
@@ -456,7 +456,7 @@ SAYS = [                                        # (how a line begins, exit code,
     {llama}/model.safetensors --out=out => neither a folder; export {llama_run} {llama} => exists: name a new;
     {llama} --out={llama} => name another one; {llama} --out={run} => holds a run that was trained""")]
 LOSS, RESUME = "eval.py loss --out_dir={run}", "train.py --init_from=resume --max_iters=9 --out_dir={run}"
-TEXT, COMPARE = "data/text.py --out_dir=out --tokenizer=bytes", "eval.py compare --out_dir={run},{copy}"
+TEXT = "data/text.py --out_dir=out --tokenizer=bytes"
 AFTER = [                                       # (a command line, rows: what the error says, events before it)
     ("train.py {new} --kernel=triton", [("needs triton", lambda patch: patch.setattr(kernels, "AVAILABLE", False))]),
     ("train.py {new}", [
@@ -495,10 +495,12 @@ AFTER = [                                       # (a command line, rows: what th
             ("lora", "does not fit.*c_pr", lambda found: found["model"].pop("transformer.h.1.attn.c_proj.lora_b")),
             ("lora", "does not fit.*h.7.tau", lambda found: found["model"].update({"h.7.tau": torch.ones(2)}))))
     ]) for how in (LOSS, RESUME)),
-    (COMPARE, [(f"{says}.*give --anyway", event, removed("run/ckpt.pt")) for says, event in (   # before a run is read
-        ("tokens trained on: 512 and 256", edited("copy/meta.json", lambda m: m["knobs"].update(batch_size=2))),
-        ("training data .hash.", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
-        ("budget are unknown", edited("copy/meta.json", lambda m: m.pop("data_hash"))))]),
+    ("eval.py loss --out_dir={run},{copy}", [(says, event, removed("run/ckpt.pt")) for says, event in (     # unread
+        ("training data .hash.: .* and 0.*--dataset", edited("copy/meta.json", lambda m: m.update(data_hash="0"))),
+        ("block_size: 16 and 8.*--length", edited("copy/meta.json", lambda m: m["knobs"].update(block_size=8))))]),
+    ("eval.py loss --out_dir={run} --png=out --windows=2", [
+        ("log.csv is damaged.*--png", written("run/log.csv", "step,val_loss\n4,x\n")),
+        ("no curve.*--png", removed("run/log.csv"))]),
     *((f"{TEXT} --source={name}", [(f"{name}.*{says}", written(name, content))]) for name, says, content in (
         ("blank.txt", "is empty", " \n"), ("binary.bin", "not text", b"\x7fELF\0\1"), ("a.txt", "not text", b"\xe9"),
         ("line.jsonl", "line 2", '{"text": "a"}\n{"text": \n'), ("one.txt", "too few to hold out", "x"),

@@ -6,6 +6,8 @@ import torch
 from bounds import close, same
 from conftest import meta, train_here
 
+from evals import routers
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, data):
@@ -36,8 +38,9 @@ def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
     assert (tmp_path / "forms.png").stat().st_size > 5_000
 
 
-def test_a_sweep_trains_missing_routers_on_the_base(base, trainings, evaluate, tmp_path):
-    flags = (f"--out_dir={base}", "--sweep=groups", "--values=3,8", "--steps=2", "--windows=3", "--repeats=1",
+def test_a_sweep_trains_missing_routers_on_the_base(base, trainings, evaluate, tmp_path, monkeypatch):
+    monkeypatch.setitem(routers.SWEEPS, "groups", ("3", "8"))
+    flags = (f"--out_dir={base}", "--sweep=groups", "--steps=2", "--windows=3", "--repeats=1",
              "--train_args=--batch_size=2 --eval_iters=1", f"--png={tmp_path / 'sweep.png'}")
     three, eight = found = evaluate("routers", *flags)["sweep"]["groups"]
     assert (three["value"], eight["value"]) == ("3", "8")

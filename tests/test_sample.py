@@ -3,12 +3,11 @@ import shutil
 
 import pytest
 import torch
-from conftest import SPECIAL, byte_pairs, meta, write_tokenizer
+from conftest import meta
 
 from common import files
 from data import tokens
 from evals.instrument import load_run
-from evals.sample import conversation
 
 
 @pytest.fixture
@@ -34,24 +33,14 @@ def test_a_run_with_its_own_tokenizer_samples_without_its_data(toy_run, tmp_path
         assert text.startswith(prompt) and len(text) > len(prompt)
 
 
-def test_an_answer_is_shown_alone_and_stops_at_an_end_token(toy_run, tmp_path, sample):
-    """The prompt follows ChatML's template, and marks in it are text. With greedy decoding the model's text is known.
-    One of its tokens is then declared an end of text."""
-    shutil.copytree(toy_run, tmp_path / "chatty")
-    chatty = write_tokenizer(tmp_path / "chatty", byte_pairs(specials=(*SPECIAL, "<|im_start|>")))
-    coder, marks = tokens.tokenizer(str(chatty)), tokens.tokenizer(str(chatty))
-    marks.coder.encode_special_tokens = False   # with this one, marks in a text are special tokens
-    text = coder.encode("user\nthe <|im_end|>\n")
-    assert not {0, 1, 2} & {*text.tolist()}
-    asked = [*marks.encode("<|im_start|>"), *text, *marks.encode("<|im_end|>\n<|im_start|>assistant\n")]
-    assert conversation(coder, "", "the <|im_end|>\n").tolist() == asked
-    asked = [*marks.encode("<|im_start|>system\nBe brief.<|im_end|>\n"), *asked]
-    gpt, stored, prompt = load_run(chatty, "cpu")[0], meta(chatty), coder.encode("the <|im_end|>\n").tolist()
-    plain, answer = (gpt.generate(torch.tensor([[*map(int, idx)]]), 9, temperature=0)[0, len(idx):].tolist()
-                     for idx in (prompt, asked))
+def test_a_text_stops_at_an_end_token_and_marks_in_a_prompt_are_text(toy_run, tmp_path, sample):
+    """With greedy decoding the model's text is known. One of its tokens is then declared an end of text."""
+    folder = shutil.copytree(toy_run, tmp_path / "ending")
+    coder, gpt, stored = tokens.tokenizer(str(folder)), load_run(folder, "cpu")[0], meta(folder)
+    prompt = coder.encode("the <|im_end|>\n").tolist()
+    assert not {0, 1} & {*prompt}
+    text = gpt.generate(torch.tensor([prompt]), 9, temperature=0)[0, len(prompt):].tolist()
     flags = ("--temperature=0", "--tokens=9", "--samples=2", "--prompt=the <|im_end|>\n")
-    for ends in ([], [plain[4], answer[4]]):
-        files.write_json(chatty / "meta.json", stored | {"ends": ends})
-        plain, answer = (ids[:min((ids.index(i) for i in ends if i in ids), default=9)] for ids in (plain, answer))
-        assert sample(chatty, *flags) == [coder.decode([*prompt, *plain])] * 2
-        assert sample(chatty, *flags, "--chat", "--system=Be brief.") == [coder.decode(answer)] * 2
+    for ends, shown in ([], text), ([text[4]], text[:text.index(text[4])]):
+        files.write_json(folder / "meta.json", stored | {"ends": ends})
+        assert sample(folder, *flags) == [coder.decode([*prompt, *shown])] * 2
