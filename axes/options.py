@@ -46,7 +46,8 @@ def constants(config, axes):
     for part in filter(None, config.attn_args.split(",")):
         name, _, text = part.partition("=")
         if name not in known:
-            raise ValueError(f"unknown --attn_args key {name!r}: this recipe accepts {', '.join(known) or 'none'}")
+            raise ValueError(f"unknown --attn_args key {name!r}: --attn={config.attn} accepts "
+                             f"{', '.join(known) or 'none'}")
         args[name] = parse_value(name, text, known[name])
     return args
 

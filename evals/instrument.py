@@ -79,7 +79,8 @@ class Windows(Knobs):
 
 # these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
 RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic. "
-                            "Of several, those that set an axis or have a constant get its flag; if none does, all do",
+                            "With several, the flag of an axis or constant changes the recipes that have it, or all "
+                            "if none has it",
                     "choices": None}}
 Overrides = dataclasses.make_dataclass("Overrides", [
     (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})))
@@ -336,12 +337,15 @@ def overrides_of(recipes, given):
     configs = {attn: GPTConfig(attn=attn) for attn in recipes}
     names = {attn: config.recipe.keys() | constants(config, mixers.MIXERS[config.mixer].axes)
              for attn, config in configs.items()}
-    args, found = given.get("attn_args", "").split(","), {}
+    found = {}
     for attn in recipes:
-        others = set().union(*names.values()) - names[attn]             # what only other recipes have
-        changed = {name: value for name, value in given.items() if name not in {*others, "attn_args"}}
-        own = ",".join(pair for pair in args if pair.split("=")[0] not in others)
-        found[attn] = changed | {"attn": attn} | ({"attn_args": own} if own else {})
+        # axes and constants of the other recipes, which this one does not have
+        foreign = set().union(*names.values()) - names[attn]
+        changed = {name: value for name, value in given.items() if name not in foreign} | {"attn": attn}
+        args = changed.pop("attn_args", "").split(",")
+        if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign):
+            changed["attn_args"] = args
+        found[attn] = changed
     return found
 
 

@@ -59,9 +59,15 @@ def check_axes(config):
     if len(kinds := config.kinds) > config.n_layer:
         raise ValueError(f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it")
     for axis in ("pos", "sink", "diff"):        # embedded positions, a token ahead, the number of heads
-        values = dict.fromkeys(getattr(kind, axis) for kind in (config, *kinds))
-        if len({(row.embeds, row.ahead, row.heads(2, 2, 1)[2]) for row in map(AXES[axis].get, values)}) > 1:
-            raise ValueError(f"--layers={config.layers}: {axis} is {', '.join(values)} and must be one: give --{axis}")
+        sorts = {value: (row.embeds, row.ahead, row.heads(2, 2, 1)[2]) for value, row in AXES[axis].items()}
+        value = getattr(config, axis)
+        alike = [other for other in sorts if sorts[other] == sorts[value]]
+        wrong = dict.fromkeys(getattr(kind, axis) for kind in kinds if getattr(kind, axis) not in alike)
+        if wrong:
+            raise ValueError(
+                f"--layers={config.layers}: {axis}={value}, from the preset, the first recipe or the default, does "
+                f"not combine with a layer's {axis}={' or '.join(wrong)}: add --{axis}=VALUE to have one in all "
+                f"layers, or give each layer {axis}={' or '.join(alike)}")
 
 
 def check_packs(config):
@@ -81,5 +87,10 @@ def choose_kernel(config, device, importance=False):
     found = []
     for kind in config.kinds:
         kernel = attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
-        found.append("torch" if kernel == "sdpa" and importance and kind.gate == "none" else kernel)
+        if kernel == "sdpa" and importance and kind.gate == "none":
+            if config.kernel == "sdpa":
+                raise ValueError("--kernel=sdpa: --head_balance needs the log-sum-exp of each row, which torch's fused "
+                                 "softmax does not return; use auto or torch")
+            kernel = "torch"
+        found.append(kernel)
     return " and ".join(dict.fromkeys(found))

@@ -7,9 +7,12 @@
 
 It needs transformers 5. What a recipe learns is a module `nano` of each attention layer, which
 save_pretrained saves, and from_pretrained, with the same attn_implementation, loads. After
-model.set_attn_implementation("nano_elastic"), the next call adds these modules: make an optimizer
-after that call.
+model.set_attn_implementation("nano_elastic"), the next call adds these modules with their initial
+values: make an optimizer after that call.
+
+Import this file before you make a model: its hook sees every torch module that is made later.
 """
+import warnings
 from functools import partial
 
 import torch
@@ -101,11 +104,16 @@ def nano_of(module, recipe, query, key, s_aux):
     sizes = recipe, query.shape[1], key.shape[1], query.shape[3], s_aux is not None
     if getattr(module, "nano", None) is None or module.nano.sizes[0] != recipe:
         module.nano = Nano(module.config, *sizes).to(query.device)
+        if next(module.nano.parameters(), None) is not None:
+            warnings.warn(f"nano_{recipe} begins with its initial values: to load what a saved model "
+                          f'has learned, give from_pretrained attn_implementation="nano_{recipe}"',
+                          stacklevel=2)
     nano, layer = module.nano, module.nano.layer
     if nano.sizes != sizes:
         raise ValueError(
             f"{type(module).__name__} has other heads than its config says: load the model without "
-            f'attn_implementation, then call model.set_attn_implementation("nano_{recipe}")')
+            f'attn_implementation, then call model.set_attn_implementation("nano_{recipe}"). '
+            "from_pretrained cannot load what this model has learned in the recipe")
     # in 16 bits, a step of training would be lost to rounding
     dtype = torch.promote_types(query.dtype, torch.float32)
     if any(tensor.dtype != dtype for tensor in (*layer.parameters(), *layer.buffers())):
@@ -137,14 +145,15 @@ def prepare(parent, name, child):
         sinks = getattr(child, "sinks", None) is not None
         child.nano = Nano(child.config, recipe_of(child), heads, kv_heads, width, sinks)
     is_model = isinstance(parent, models) and not isinstance(parent, Nano)
-    if is_model and recipe_of(parent) and next(parent.children(), None) is None:    # its first part
-        refuse_unless(parent._can_set_attn_implementation(), parent)
-        parent.register_forward_hook(check_use)
+    if is_model and next(parent.children(), None) is None:      # its first part
+        refuse_unless(not recipe_of(parent) or parent._can_set_attn_implementation(), parent)
+        parent.register_forward_hook(check_use)     # always: its recipe can be set later
 
 
 def check_use(model, inputs, output):
-    used = any(isinstance(module, Nano) and module.used for module in model.modules())
-    refuse_unless(used or not recipe_of(model), model)
+    if recipe_of(model):
+        used = any(isinstance(module, Nano) and module.used for module in model.modules())
+        refuse_unless(used, model)
 
 
 def refuse_unless(condition, model):

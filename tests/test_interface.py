@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers")
 from pretrained.interface import measures, recipes  # noqa: E402
 
 # importing transformers takes seconds: one worker does it for all tests here
-pytestmark = pytest.mark.xdist_group("transformers")
+pytestmark = [pytest.mark.xdist_group("transformers"),
+              pytest.mark.filterwarnings("ignore:nano_.* begins with its initial values")]
 # another factor on scores; a window, biases of queries, keys and values
 KINDS = {"granite": {"attention_multiplier": 0.3}, "starcoder2": {"sliding_window": 7}}
 
@@ -107,6 +108,10 @@ def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(att
     again, ids = load(tmp_path / "trained"), token_ids()
     same(again.state_dict(), model.state_dict())
     same(again(ids).logits, model(ids).logits)
+    late = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=dtype)
+    late.set_attn_implementation(f"nano_{attn}")
+    with pytest.warns(UserWarning, match=f"nano_{attn} begins with its initial values"):
+        late(ids)
 
 
 def test_learned_scalars_of_a_model_in_16_bits_are_in_float32():
@@ -126,6 +131,11 @@ REFUSED = {"bloom": "BloomModel", "falcon": "FalconModel", "mpt": "MptModel", "m
 def test_a_model_that_ignores_a_recipe_is_refused_by_name(kind):
     with pytest.raises(ValueError, match=f"{REFUSED[kind]} ignores nano_elastic"):
         small(kind, "nano_elastic")(token_ids())
+    late = small(kind, None)
+    late.set_attn_implementation("nano_elastic")
+    if late.config._attn_implementation == "nano_elastic":      # of the others, transformers says no
+        with pytest.raises(ValueError, match=f"{REFUSED[kind]} ignores nano_elastic"):
+            late(token_ids())
     model = small("gpt2", "nano_elastic")
     model.set_attn_implementation("sdpa")
     model(token_ids())                          # no longer asks for the recipe

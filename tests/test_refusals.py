@@ -393,7 +393,7 @@ SAYS = [                                        # (how a line begins, exit code,
     --n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer; --rope_scaling=llama3:8,4,4,9 => write linear:FACTOR;
     --attn=elastic --sink=key => merged by log-sum-exp; --rope_scaling=linear:2 --pos=learned => needs rotary positions;
     --attn=elastic --attn_args=per_length=row => use 1 or 0, or block; --topk=2 => only mixer focus or selection has it;
-    --attn_args=tau_init=1 => unknown --attn_args key 'tau_init': .* none; --attn=routing --window=4 => clusters decide;
+    --attn_args=tau_init=1 => key 'tau_init': --attn=softmax accepts none; --attn=routing --window=4 => clusters decide;
     --attn=sink_token --window=8 => add --first=1; --normalize=sum => without a normaliser; --first=4 => add --window=N;
     --attn=kv_bias --attn_args=value_even=1 => add value_norm=NUMBER; --attn=magicpig --topk=8 => depends on its tables;
     --window_every=2 => add --window=N; --attn=retnet --write=dt => forget=dt; --head_balance=1 --n_head=1 => takes two;
@@ -407,12 +407,13 @@ SAYS = [                                        # (how a line begins, exit code,
     --bias_of=k => add --qkv_bias=1;
     --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
     --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
-    --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
+    --layers=softmax+sink_token --n_layer=2 => sink=none, .* layer's sink=token: add --sink=VALUE .* or key_value;
     --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => leave out --docs;
     --layers=softmax+kda --n_layer=2 --docs=1 => of mixer recurrent;
     --docs=1 --attn=sink_token => use --sink=key_value; --docs=1 --head_balance=1 => or leave out --docs"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
-    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),
+    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax;
+    --attn=softmax --n_head=4 --head_balance=0.5 => log-sum-exp of each row.*use auto or torch"""),
     ("train.py {new} --kernel=triton", INPUT, """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
     --attn=routing => has no kernel; --attn=streaming --window=4 --n_embd=512 => heads are wider than 256;
     --attn=focus --window=4 => the soft gate of every pair has no kernel"""),
