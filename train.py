@@ -230,11 +230,12 @@ class Training:
     """One training run: all that its loop needs, from the data to the optimizer. Making it writes
     nothing to disk, so a wrong flag destroys no earlier run; `begin` does.
 
-    folder, data: the data set's folder and its meta.json. stored: meta.json of the run to resume,
-    or None. flags: the command line as given."""
+    run: the Run of its output folder. folder, data: the data set's folder and its meta.json.
+    stored: meta.json of the run to resume, or None. flags: the command line as given."""
 
-    def __init__(self, knobs, config, machine, folder, data, stored, flags):
+    def __init__(self, run, knobs, config, machine, folder, data, stored, flags):
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
+        self.run = run
         if stored and stored.get("data_hash") != tokens.data_hash(data):
             raise ValueError(f"the data set {knobs.dataset} has changed since "
                              f"{Path(knobs.out_dir)} began: make it as it was, or start a new run")
@@ -274,8 +275,8 @@ class Training:
         check_size(self.config, 4 if all_in_one else 1)
         self.model = model = GPT(self.config, knobs.seed)
         train_only(model, knobs)
-        balances = knobs.head_balance or model.penalized
-        self.run = Run(knobs.out_dir, machine, ("balance",) if balances else ())
+        if knobs.head_balance or model.penalized:
+            self.run.columns += ("balance",)
         if stored and self.run.checkpoint.exists():     # else it was killed before its first one
             return resume(model, self.run.checkpoint, stored)
         if knobs.init_from != "scratch":
@@ -602,8 +603,9 @@ def main(argv):
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
-        training = Training(knobs, config, machine, folder, data, stored, argv)
-        with training.run.locked(machine):
+        run = Run(knobs.out_dir, machine)
+        with run.locked(machine):               # before anything of an earlier run is read
+            training = Training(run, knobs, config, machine, folder, data, stored, argv)
             training.begin(data)
             began = time.perf_counter()
             if stopped := training.train():

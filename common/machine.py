@@ -35,10 +35,11 @@ class Machine:
         given = {name: os.environ.get(name, value) for name, value in usual.items()}
         numbers = [int(text) if text.isdecimal() else -1 for text in given.values()]
         self.rank, self.local_rank, self.world = numbers
-        if not 0 <= self.rank < self.world or self.local_rank < 0:
-            words = " ".join(f"{name}={text}" for name, text in given.items())
-            raise ValueError(f"{words} name no rank, since RANK must be in 0..WORLD_SIZE-1: let "
-                             "torchrun set these variables, or unset them")
+        alone = self.world > 1 and "RANK" not in os.environ
+        if not 0 <= self.rank < self.world or self.local_rank < 0 or alone:
+            words = " ".join(f"{name}={os.environ.get(name, 'not set')}" for name in usual)
+            raise ValueError(f"{words} name no rank: they must be whole numbers, and RANK in "
+                             "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them")
         self.main = self.rank == 0              # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument
             end_with_parent()

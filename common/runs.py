@@ -43,8 +43,7 @@ class Run:
     """The folder that a training run writes."""
     COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
 
-    def __init__(self, folder, machine, extra_columns=()):
-        """extra_columns: columns of the log beyond the usual ones."""
+    def __init__(self, folder, machine):
         self.folder, self.main = Path(folder), machine.main
         self.checkpoint = self.folder / "ckpt.pt"
         self.meta_json, self.log_csv = self.folder / "meta.json", self.folder / "log.csv"
@@ -52,19 +51,21 @@ class Run:
         self.process = f"process {os.getpid()} on {socket.gethostname()}"  # the content of its lock
         self.saved = None  # the step of the last checkpoint, None before the first
         self.meta = {}                          # the content of meta.json
-        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ()) + extra_columns
+        self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
 
     @contextlib.contextmanager
     def locked(self, machine):
         """A context in which no other process trains in this folder. If one does, every rank raises
         ValueError."""
-        error = None
+        error, is_new = None, not self.folder.exists()
         if self.main:
             try:
-                with self.writing(self.saved or 0):
-                    self.take_lock()
-            except (ValueError, OSError) as e:
+                self.take_lock()
+            except ValueError as e:
                 error = str(e)
+            except OSError as e:
+                error = (f"could not write to {self.folder} ({e}): name another folder with "
+                         "--out_dir, or free some space there")
         if error := machine.share(error):       # the other ranks would wait for the main one
             raise ValueError(error)
         try:
@@ -73,6 +74,8 @@ class Run:
             with contextlib.suppress(OSError):                          # somebody has deleted it
                 if self.main and self.lock.read_text() == self.process:
                     self.lock.unlink()
+                    if is_new:                  # only a folder without files can be removed so
+                        self.folder.rmdir()
 
     def take_lock(self):
         """Write the lock. That of a process of this host that has ended is taken over. Raises
@@ -91,14 +94,17 @@ class Run:
                 alone.callback(os.close, folder)
                 fcntl.flock(folder, fcntl.LOCK_EX)
             if self.lock.exists():
-                holder = files.regular(self.lock).read_text(errors="replace")
+                holder = self.lock.read_text(errors="replace") if self.lock.is_file() else "?"
                 found = re.fullmatch(r"process (\d+) on (.+)", holder)
+                if holder and not found:        # a full disk leaves an empty lock
+                    raise ValueError(f"{self.lock} is not a run's lock: remove it, or name another "
+                                     "folder with --out_dir")
                 here = found and found[2] == socket.gethostname()
                 process = int(found[1]) if here else None
                 ended = here and (process == os.getpid() or not files.is_running(process))
-                if holder and not ended:        # a full disk leaves an empty lock
-                    raise ValueError(f"{holder[:99]} trains in {self.folder}: name another folder "
-                                     "with --out_dir; if that process has ended, delete "
+                if holder and not ended:
+                    raise ValueError(f"{holder} trains in {self.folder}: name another folder with "
+                                     "--out_dir; if that process has ended, delete "
                                      f"{self.lock}")
                 self.lock.unlink()
             with open(self.lock, "x") as f:

@@ -58,5 +58,6 @@ def test_variables_that_name_no_rank_are_refused(given):
     with pytest.MonkeyPatch.context() as patch:
         for name, text in given.items():
             patch.setenv(name, text)
-        with pytest.raises(ValueError, match=f"WORLD_SIZE={whole['WORLD_SIZE']} name no rank.*unset them"):
+        world = given.get("WORLD_SIZE", "not set")
+        with pytest.raises(ValueError, match=f"WORLD_SIZE={world} name no rank.*unset them"):
             Machine("cpu")
