@@ -599,15 +599,13 @@ ATTENTIONS = {
     # fewer keys in sight
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
-    # the attention of GPT-OSS. These flags add the rest of its blocks: --bias --rope_base=150000
-    # --rope_scaling=yarn:32,32,1,4096 --norm=rmsnorm --mlp=moe
+    # the attention of GPT-OSS: a learned sink, and a window in every second layer
     "gpt_oss": {"rule": "softmax", "sink": "logit", "window": 128, "window_every": 2},
     # two softmaxes, one minus the other; Dex subtracts from the output instead
     "diff": {"rule": "softmax", "diff": "v1", "out_norm": "head", "args": {"out_norm_eps": 1e-5}},
     "diff2": {"rule": "softmax", "diff": "v2"},
     "dex": {"rule": "softmax", "dex": "on"},
     "xsa": {"rule": "softmax", "exclude": "own"},
-    "fox": {"rule": "softmax", "forget": "sigmoid", "pos": "none"},
     # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
     "lazy": {"rule": "elastic", "pos": "rope+bias"},        # RoPE's base: larger in the paper, 10000 in its code
@@ -715,7 +713,7 @@ class Attention(Layer):
     def forward(self, x, past=None, turn=None):
         """x (B, R, C) to (B, R, C). past: a dict, the KV cache. turn: RoPE's cos and sin; None: made here."""
         q, k, v = self.projected(x, past, turn)                         # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
-        o = self.attend(q, k, v, x, self.distance(x, past, k.shape[2])) # (B, heads, R, E)
+        o = self.attend(q, k, v, x, self.distance())                     # (B, heads, R, E)
         return self.output(o)                                           # (B, R, C)
 
     def attend(self, q, k, v, x, table=None, sight=None):
@@ -772,7 +770,7 @@ class Attention(Layer):
         t = None if t is None else t.squeeze(-1)                        # (B, H, R)
         if self.rule.threshold_of:              # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
-        if not (mix is None or self.rule.normalizes or need_r) and kernels.holds_two_views(q, v, run.keywords["decay"]):
+        if not (mix is None or self.rule.normalizes or need_r) and kernels.holds_two_views(q, v):
             return run(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = run(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
         return o, None if r is None else r[..., None]
@@ -814,7 +812,6 @@ class Attention(Layer):
         s = kernels.scaled_scores(q, k[:, :, :1], sight.scale)[..., 0]  # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R:]                  # row i is at distance i
-            s = s if distance.decay is None else s + (distance.decay[..., -R:] - distance.decay[..., :1]).to(s.dtype)
         seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
         log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
@@ -828,7 +825,7 @@ class Attention(Layer):
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
         plain = (config.rule == "softmax" and config.diff == "none" and not config.window
-                 and choices["sink"].score is None and not choices["pos"].bias and config.forget == "none")
+                 and choices["sink"].score is None and not choices["pos"].bias)
         yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
 
 

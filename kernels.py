@@ -123,9 +123,6 @@ def attend_block(rule, sight, distance, need_r, dropout, i, q, k, v, t):
     s = scaled_scores(q, k, sight.scale)                                # (B, H, R, keys)
     if distance:
         s = s + distance.bias(*s.shape[2:])
-        if distance.decay is not None:
-            c = (distance.decay - distance.decay[..., i[:1]].detach()).to(s.dtype)  # differences of near c stay exact
-            s = s + (c[..., i, None] - c[..., None, j]).clamp(max=0)    # later keys, which are masked, stay finite
     w = rule.weights(s, seen, t)                                        # (B, H, R, keys)
     r = (rule.statistic(s, seen, w),) if need_r else ()                 # (B, H, R, 1)
     return w if v is None else weighted_sum(w, v, dropout), *r          # (B, H, R, E)
@@ -272,7 +269,6 @@ class Inputs(NamedTuple):
     t: Any                      # (B, H, T) float32 row input, or None
     table: Any                  # (H, W) float32, added to the score at distance i - j < W, or None
     tail_slope: Any             # (H, 2) float32, or None: tail and slope, see tile_scores()
-    decay: Any                  # (B, H, T) float64, or None: c_i - c_j is added to the score
     mix: Any                    # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
     sets: Any                   # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
     starts: Any                 # (B, T) int32, or None: the first key of the document of each row
@@ -518,7 +514,7 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.conste
     t are columns (BM, 1), j is a row (1, BN).
 
     The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are (BN, BM)."""
-    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j) + c[i] - c[j]        (* rule.unit)
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)        (* rule.unit)
     raw = times(q, tl.trans(k))
     s = raw * (inputs.scale * rule.unit)
     seen = visible_in_tile(i, j, inputs, head)
@@ -535,12 +531,6 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.conste
         s += head.tail
     if inputs.tail_slope is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
-    if inputs.decay is not None:                # both counted from the first key: float32 then keeps small differences
-        at = inputs.decay + head.rows
-        c_of_rows = tl.load(at + i, mask=(i >= 0) & (i < inputs.T), other=0.)   # as i
-        c_of_keys = tl.load(at + tl.minimum(j, inputs.T - 1))                   # as j
-        first = tl.max(c_of_keys)
-        s += tl.minimum((c_of_rows - first).to(tl.float32) - (c_of_keys - first).to(tl.float32), 0.)
     lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
     return raw, s, lifted, seen
 
@@ -558,7 +548,7 @@ def tile_weights(r, q, t, i, start, inputs, head, rule: tl.constexpr, c: tl.cons
     if RUNNING:
         # without biases s is a positive multiple of raw: one product a row, and the scores' own are fused with s - r
         factor = inputs.scale * rule.unit
-        if not (rule.lift is None and inputs.table is None and inputs.tail_slope is None and inputs.decay is None):
+        if not (rule.lift is None and inputs.table is None and inputs.tail_slope is None):
             raw, factor = s, 1.
         top = tl.maximum(r, tl.max(tl.where(seen, raw, float("-inf")) if KIND == MASKED else raw, 1) * factor)
         rescale = tl.exp2(r - top)
@@ -699,15 +689,14 @@ def add_to_delta(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.
 @jit
 def add_to_view(state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's weights as well."""
-    dq, dt, dtail, dslope, dc = state
+    dq, dt, dtail, dslope = state
     w, ds, dt_ij = slopes(q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, KIND)
     dt += tl.sum(dt_ij, 1)
-    dc += tl.sum(ds, 1)                         # the compiler removes it where there is no decay
     if inputs.tail_slope is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
         dtail += tl.sum(tl.where(i - j < inputs.W, 0., ds) if KIND != FULL else ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")                  # (BM, DP)
-    return (dq, dt, dtail, dslope, dc), w
+    return (dq, dt, dtail, dslope), w
 
 
 @jit
@@ -731,22 +720,19 @@ def add_to_rows(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.c
 
 
 @jit
-def save_rows(state, inputs, head, DQ, DT, DTailSlope, DDecay, i, c: tl.constexpr):
-    dq, dt, dtail, dslope, dc = state
+def save_rows(state, inputs, head, DQ, DT, DTailSlope, i, c: tl.constexpr):
+    dq, dt, dtail, dslope = state
     save(begin(DQ, head.batch, head.number), dq * inputs.scale, DQ.row, i, inputs.T, c.D, c.DP)
     if inputs.t is not None:
         tl.store(DT + head.rows + i, dt, mask=i < inputs.T)
     if inputs.tail_slope is not None:                                           # (B, H, 2, T)
         tl.store(DTailSlope + 2 * head.rows + i, dtail, mask=i < inputs.T)
         tl.store(DTailSlope + 2 * head.rows + inputs.T + i, dslope, mask=i < inputs.T)
-    if inputs.decay is not None:                                                # (B, H, 2, T): of rows, of keys
-        tl.store(DDecay + 2 * head.rows + i, dc, mask=i < inputs.T)
 
 
 @jit
-def backward_rows(inputs, U, R, DO, DR, DQ, DT, DTailSlope, DDecay, DMix, Delta, Visits, rule: tl.constexpr,
-                  c: tl.constexpr):
-    """One tile of rows: dq, the gradients of t, tail, slope, c and mix row by row, and delta for the next kernels."""
+def backward_rows(inputs, U, R, DO, DR, DQ, DT, DTailSlope, DMix, Delta, Visits, rule: tl.constexpr, c: tl.constexpr):
+    """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the next kernels."""
     number, keys, head, i, q, _, second = my_rows(inputs, c)
     do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)                          # (BM, EP)
     r, t, dr = load_row_vectors(inputs, head, R, DR, i, rule, c.BM)             # (BM,) each
@@ -767,19 +753,19 @@ def backward_rows(inputs, U, R, DO, DR, DQ, DT, DTailSlope, DDecay, DMix, Delta,
 
     # the gradients
     my_side = (i, q, do, r, t, delta, second)
-    none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero, zero)
+    none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
     state = walk((none, none, zero), add_to_rows, my_side, keys, visits, inputs, head, rule, c, c.BN)
     grads, gradsb, dmix = state
-    save_rows(grads, inputs, head, DQ, DT, DTailSlope, DDecay, i, c)
+    save_rows(grads, inputs, head, DQ, DT, DTailSlope, i, c)
     if inputs.mix is not None:
-        save_rows(gradsb, inputs, second[0], DQ, DT, DTailSlope, DDecay, i, c)
+        save_rows(gradsb, inputs, second[0], DQ, DT, DTailSlope, i, c)
         tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)            # (B, H/2, T)
 
 
 @jit
 def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys, rows)."""
-    dk, dv, dkb, dc = state
+    dk, dv, dkb = state
     j, k, v, DO, do_row, R, Delta, second = my_side
     i = start + tl.arange(0, c.BM)
     q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, KIND == MASKED)      # (BM, DP)
@@ -800,12 +786,12 @@ def add_to_keys(state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.c
         dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")          # dk of the second view
     dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")                 # dv = w.T @ do
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")                  # dk = ds.T @ q
-    return dk, dv, dkb, dc - tl.sum(ds, 1)
+    return dk, dv, dkb
 
 
 @jit
-def backward_keys(inputs, R, DO, Delta, DK, DV, DDecay, Visits, rule: tl.constexpr, c: tl.constexpr):
-    """One tile of keys: dk and dv, summed over the G query heads that share it, and dc."""
+def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
+    """One tile of keys: dk and dv, summed over the G query heads that share it."""
     number, start, head = my_tile(inputs, c.BN, False, inputs.G)
     j = start + tl.arange(0, c.BN)
     k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)                # (BN, DP)
@@ -823,10 +809,7 @@ def backward_keys(inputs, R, DO, Delta, DK, DV, DDecay, Visits, rule: tl.constex
         number, start, one = my_tile(inputs, c.BN, False, inputs.G, n)
         my_side = (j, k, v, begin(DO, one.batch, one.out), DO.row, R, Delta, second)
         visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
-        state = (dk, dv, dkb, tl.zeros((c.BN,), tl.float32))
-        dk, dv, dkb, dc = walk(state, add_to_keys, my_side, rows, visits, inputs, one, rule, c, c.BM)
-        if inputs.decay is not None:
-            tl.store(DDecay + 2 * one.rows + inputs.T + j, dc, mask=j < inputs.T)
+        dk, dv, dkb = walk((dk, dv, dkb), add_to_keys, my_side, rows, visits, inputs, one, rule, c, c.BM)
     save(begin(DK, head.batch, head.number // inputs.G), dk * inputs.scale, DK.row, j, inputs.T, c.D, c.DP)
     save(begin(DV, head.batch, head.out // inputs.G), dv, DV.row, j, inputs.T, c.E, c.EP)
     if inputs.mix is not None:
@@ -865,8 +848,8 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 # kernels. torch.compile sees the outputs only. The remaining sums over heads, rows and diagonals are ordinary PyTorch
 # in `differentiate`.
 
-SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? decay, "
-          "Tensor? mix, Tensor? sets, Tensor? starts, float scale, SymInt window, SymInt first")
+SCHEMA = ("str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? mix, "
+          "Tensor? sets, Tensor? starts, float scale, SymInt window, SymInt first")
 
 
 class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
@@ -888,15 +871,14 @@ class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(
         return 0 < self.window < self.q.shape[2]
 
 
-def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None, scale=1.0, window=0, first=0,
-           row_sum=False, power=None, skip=True, mix=None, sets=None, starts=None):
+def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0, row_sum=False,
+           power=None, skip=True, mix=None, sets=None, starts=None):
     """Causal attention by a rule of KERNELS: output (B, H, T, E), and the row statistic (B, H, T), or None without one.
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H.
     t: the row input, broadcastable to (B, H, T). None: 0.
     table (H, W), tail (H,), slope (H,): the score is scale q.k + slope[h] (i - j), plus table[h, i - j] at distances
         below W and tail[h] beyond.
-    decay (B, H, T): decay[i] - decay[j] is added to the score. It never rises with i. float64 keeps small differences.
     window, first: row i sees key j if i - j < window (0: no limit) or j < first.
     row_sum: a rule without a statistic returns the sum of its weights.
     power: replaces the rule's own.
@@ -906,14 +888,14 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
         statistic.
     sets (B, T) int64: row i sees key j only if they have no bit in common. The output of a row that sees no key is 0.
     starts (B, T): packed documents. Row i sees no key before starts[:, i]; `first` counts from there.
-    Output and statistic are differentiable in q, k, v, t, table, tail, slope, decay and mix, except for a statistic
-    that is found by iteration.
+    Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a statistic that is
+    found by iteration.
     """
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
-    for bad, why in problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets, starts):
+    for bad, why in problems(rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets, starts):
         if bad:
             raise ValueError(why)
 
@@ -928,8 +910,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
     table = table.float() if table is not None and table.shape[1] else None
     rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
     sets, starts = None if sets is None else sets.contiguous(), None if starts is None else starts.int().contiguous()
-    decay = None if decay is None else decay.expand(B, H, T)
-    call = rule, q, k, v, t, table, tail_slope, decay, mix, sets, starts, float(scale), window, first
+    call = rule, q, k, v, t, table, tail_slope, mix, sets, starts, float(scale), window, first
     learn = torch.is_grad_enabled() and any(isinstance(part, Tensor) and part.requires_grad for part in call)
     o, r, *_ = run_forward(*call, learn, skip)
     rule = kernel_named(rule)
@@ -938,7 +919,7 @@ def attend(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None,
     return o, r.detach() if rule.passes > 1 else r          # slope already includes how w depends on such an r
 
 
-def problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power, mix, sets, starts):
+def problems(rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets, starts):
     """Pairs (condition, error message). Each relies on those before it. PyTorch refuses what does not broadcast."""
     yield from problems_anywhere(q, k, v)
     yield not scale > 0, f"scale must be positive, not {scale}: give q the sign"
@@ -962,8 +943,8 @@ def problems(rule, q, k, v, t, table, tail, slope, decay, scale, row_sum, power,
     yield any(x is not None and (x.shape != q.shape[::2] or x.dtype != torch.int64) for x in (sets, starts)), (
         f"sets must be (B, T) int64, as starts, with the B and T of q, {tuple(q.shape[::2])}")
     yield max(q.shape[3], v.shape[3]) > 256, "a tile holds heads of width 256 at most: use --kernel=torch"
-    yield mix is not None and not holds_two_views(q, v, decay), (
-        f"a tile holds two views of width 128 at most in float32, and no decay: call {rule} once per view and subtract")
+    yield mix is not None and not holds_two_views(q, v), (
+        f"a tile holds two views of width 128 at most in float32: call {rule} once per view and subtract")
 
 
 def problems_anywhere(q, k, v):
@@ -977,9 +958,9 @@ def problems_anywhere(q, k, v):
     yield not (INTERPRETED or q.is_cuda), "the kernels run on a CUDA GPU: move q there or use --kernel=torch"
 
 
-def holds_two_views(q, v, decay=None):
+def holds_two_views(q, v):
     """Can one call compute both views of these heads (see mix)? Float32 numbers take twice the registers."""
-    return decay is None and (q.dtype != torch.float32 or max(q.shape[3], v.shape[3]) <= 128)
+    return q.dtype != torch.float32 or max(q.shape[3], v.shape[3]) <= 128
 
 
 def along_rows(part, *shape):
@@ -1051,14 +1032,14 @@ def kernel_inputs(call):
     unit, (_, H, T, _) = kernel_named(call.rule).unit, call.q.shape
     q, k, v = (matrix(part, name) for part, name in ((call.q, "q"), (call.k, "k"), (call.v, "v")))
     t, mix = (None if part is None else matrix(part) for part in (call.t, call.mix))
-    table, tail_slope, decay = (None if part is None else (part * unit).contiguous()
-                                for part in (call.table, call.tail_slope, call.decay))
+    table, tail_slope = (None if part is None else (part * unit).contiguous()
+                         for part in (call.table, call.tail_slope))
     GK, GV, W = H // call.k.shape[1], call.heads // call.v.shape[1], 0 if table is None else table.shape[1]
     window, ends = call.window if call.has_window else None, None
     if call.starts is not None:
         i = torch.arange(T, dtype=torch.int32, device=call.q.device).expand_as(call.starts).contiguous()
         ends = torch.searchsorted(call.starts, i, right=True, out_int32=True)
-    return Inputs(q, k, v, t, table, tail_slope, decay, mix, call.sets, call.starts, ends, H, GK, GV, call.shared, T, W,
+    return Inputs(q, k, v, t, table, tail_slope, mix, call.sets, call.starts, ends, H, GK, GV, call.shared, T, W,
                   window, call.first, call.scale)
 
 
@@ -1080,17 +1061,17 @@ def launch(kernel, rule, call, args, diagonals=None):
 
 @torch.library.custom_op("nanoattention::backward", mutates_args=(),
                          schema=f"({SCHEMA}, Tensor u, Tensor r, Tensor alive, Tensor do, Tensor dr, bool learn_table)"
-                                f" -> ({', '.join(['Tensor'] * 8)})")
+                                f" -> ({', '.join(['Tensor'] * 7)})")
 def run_backward(*args):
-    grads = dq, dk, dv, dt, dtail_slope, ddecay, dmix, dtable = allocate_backward(*args)
+    grads = dq, dk, dv, dt, dtail_slope, dmix, dtable = allocate_backward(*args)
     *call, u, r, alive, do, dr, learn_table = args
     call, rule = unpacked((*call, True, alive.numel() > 0))
     inputs, delta, do = kernel_inputs(call), torch.empty_like(r), matrix(do, "the output's gradient")
     dmix = None if call.mix is None else dmix
     by_rows, by_keys = (visits_of(alive, kernel, rule, call) for kernel in ("backward_rows", "backward_keys"))
-    of_rows = inputs, matrix(u), r, do, dr, matrix(dq), dt, dtail_slope, ddecay, dmix, delta, by_rows
+    of_rows = inputs, matrix(u), r, do, dr, matrix(dq), dt, dtail_slope, dmix, delta, by_rows
     launch(backward_rows, rule, call, of_rows)
-    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), ddecay, by_keys))
+    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), by_keys))
     if learn_table:
         diagonals = dtable.shape[2]
         launch(backward_table, rule, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
@@ -1104,14 +1085,13 @@ def allocate_backward(*args):
     dq, dk = rows_of_all_heads(q, H, D), rows_of_all_heads(q, H // call.shared, D)
     dv = rows_of_all_heads(q, call.heads // call.shared, call.v.shape[-1])
     dt = q.new_empty((0,) if call.t is None else (B, H, T), dtype=torch.float32)
-    dtail_slope, ddecay = (q.new_empty((0,) if part is None else (B, H, 2, T), dtype=torch.float32)
-                           for part in (call.tail_slope, call.decay))
+    dtail_slope = q.new_empty((0,) if call.tail_slope is None else (B, H, 2, T), dtype=torch.float32)
     dmix = q.new_empty((0,) if call.mix is None else (B, H // 2, T), dtype=torch.float32)
     shape = (0,)
     if learn_table:
         n, *_ = tile_config("backward_table", kernel_named(call.rule), call)
         shape = (B, H, diagonals_in_sight(call, n), n, n)
-    return dq, dk, dv, dt, dtail_slope, ddecay, dmix, q.new_empty(shape, dtype=torch.float32)
+    return dq, dk, dv, dt, dtail_slope, dmix, q.new_empty(shape, dtype=torch.float32)
 
 
 def diagonals_in_sight(call, n):
@@ -1149,22 +1129,21 @@ def resized(alive, axis, T, a, b):
 def save_for_backward(ctx, inputs, output):
     call, rule = unpacked(inputs)
     o, r, u, alive = output
-    ctx.rule, ctx.numbers = call.rule, call[11:]
-    ctx.save_for_backward(*call[1:11], u if rule.save_u else o, r, alive)
+    ctx.rule, ctx.numbers = call.rule, call[10:]
+    ctx.save_for_backward(*call[1:10], u if rule.save_u else o, r, alive)
 
 
 def differentiate(ctx, do, dr, *_):
-    q, k, v, t, table, tail_slope, decay, mix, sets, starts, *saved = ctx.saved_tensors
-    tensors = q, k, v, t, table, tail_slope, decay, mix, sets, starts
+    q, k, v, t, table, tail_slope, mix, sets, starts, *saved = ctx.saved_tensors
+    tensors = q, k, v, t, table, tail_slope, mix, sets, starts
     learn_table = table is not None and ctx.needs_input_grad[5]
     grads = run_backward(ctx.rule, *tensors, *ctx.numbers, *saved, do, dr.contiguous(), learn_table)
-    dq, dk, dv, dt, dtail_slope, ddecay, dmix, dtable = grads
+    dq, dk, dv, dt, dtail_slope, dmix, dtable = grads
     dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
     dt, dmix = None if t is None else dt, None if mix is None else dmix
     dtail_slope = None if tail_slope is None else dtail_slope.sum((0, 3))        # (H, 2)
-    ddecay = None if decay is None else ddecay.sum(2).to(decay)
     dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dtail_slope, ddecay, dmix, *[None] * 7
+    return None, dq, dk, dv, dt, dtable, dtail_slope, dmix, *[None] * 7
 
 
 def over_groups(grad, heads):
@@ -1201,7 +1180,7 @@ run_backward.register_autograd(refuse_second_derivative)
 
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
 TILES = {  # (GPU generation, or 0 for float32 on any; width; kind of call). A gap is filled by the next row. The kinds:
-    # 0 plain; 1 a table, tail, slope, decay or window; 2 a heavy rule; 3 two views; 4 two views and what 1 has
+    # 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and what 1 has
     (90, 64, 0): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), None),
     (90, 64, 1): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)),
     (90, 64, 2): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (64, 64, 8, 1)),
@@ -1246,7 +1225,7 @@ def tile_config(kernel, rule, call):
     column = COLUMNS.index(kernel)
     if INTERPRETED:
         return SMALL[column]
-    busy = any(part is not None for part in (call.table, call.tail_slope, call.decay)) or call.has_window
+    busy = any(part is not None for part in (call.table, call.tail_slope)) or call.has_window
     kind = 3 + busy if call.mix is not None else 2 if rule.heavy else int(busy)
     size = (0 if call.q.dtype == torch.float32 else generation(call.q.device),
             padded(max(64, call.q.shape[-1], call.v.shape[-1])))

@@ -2,14 +2,13 @@
 
 A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.py, or another *mixer*, a layer that
 mixes tokens in its own way. The architecture and its names follow GPT-2 (Radford et al. 2019) and nanoGPT. RMSNorm,
-SwiGLU and RoPE follow LLaMA (Touvron et al. 2023), the mixture of experts GPT-OSS (OpenAI 2025).
+SwiGLU and RoPE follow LLaMA (Touvron et al. 2023).
 
-Shapes: B batch, T tokens, C = n_embd, V = vocab_size, E = n_expert.
+Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
 import copy
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -17,12 +16,11 @@ from torch.nn import functional as F
 
 import attention
 import mixers
-from axes.base import Linear, linear
+from axes.base import Linear
 from axes.positions import POSITIONS, parse_rope_scaling, rotation
 from axes.rows import SINKS
 from common.flags import Knobs, knob
 from common.machine import check_memory
-from common.optimizers import Together
 from common.shards import draw, generator_of
 
 # --------------------------------------------------------------------------------------------------------- the layers
@@ -36,11 +34,11 @@ def make_norm(config):
 
 
 def hidden_width(config):
-    """The hidden width of the MLP, or of each expert."""
+    """The hidden width of the MLP."""
     if config.n_inner:
         return config.n_inner
     # SwiGLU has three matrices instead of two. A width of 8/3 C gives it as many parameters as 4 C gives the others
-    return -(-8 * config.n_embd // 96) * 32 if config.mlp in ("swiglu", "moe") else 4 * config.n_embd
+    return -(-8 * config.n_embd // 96) * 32 if config.mlp == "swiglu" else 4 * config.n_embd
 
 
 class MLP(nn.Module):
@@ -69,64 +67,6 @@ class MLP(nn.Module):
         return self.dropout(self.c_proj(x))                             # (B, T, C)
 
 
-class ExpertLinear(nn.Module):
-    """One linear layer for each of E experts, in one weight (E, out, in) and one bias (E, out)."""
-
-    def __init__(self, experts, inputs, outputs, bias):
-        super().__init__()
-        self.weight = nn.Parameter(nn.init.normal_(torch.empty(experts, outputs, inputs), std=0.02))
-        self.bias = nn.Parameter(torch.zeros(experts, outputs)) if bias else None
-
-    def unbind(self):
-        """The layers as E functions. An expert that is not called gets the gradient 0, not None, as DDP requires."""
-        biases = [None] * len(self.weight) if self.bias is None else self.bias.unbind()
-        return [partial(linear, weight=w, bias=b) for w, b in zip(self.weight.unbind(), biases, strict=True)]
-
-
-class MoE(nn.Module):
-    """A mixture of experts in place of one MLP, as in GPT-OSS: (B, T, C) to (B, T, C).
-
-    A router scores the experts for each token. The n_active experts with the highest scores read the token, and their
-    outputs are added, weighted by a softmax over these scores. Every expert is a SwiGLU that differs in three ways: its
-    inputs are clamped, the sigmoid's argument is multiplied by 1.702 (as in an approximation of GELU), and 1 is added
-    to the linear half. Source: gpt_oss/torch/model.py of OpenAI's release; router, Shazeer et al. 2017."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.active, hidden = config.n_active, hidden_width(config)
-        self.router = Linear(config.n_embd, config.n_expert, bias=config.bias)
-        self.c_fc = ExpertLinear(config.n_expert, config.n_embd, 2 * hidden, config.bias)
-        self.c_proj = ExpertLinear(config.n_expert, hidden, config.n_embd, config.bias)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x):
-        tokens = x.flatten(0, 1)                                        # (N, C)
-        scores = self.router(tokens)                                    # (N, E)
-        best, chosen = scores.topk(self.active)                         # (N, n_active)
-        weight = best.softmax(-1)                                       # (N, n_active)
-        y = torch.zeros_like(tokens, dtype=weight.dtype)
-        for expert, (enter, leave) in enumerate(zip(self.c_fc.unbind(), self.c_proj.unbind(), strict=True)):
-            token, place = (chosen == expert).nonzero(as_tuple=True)    # the tokens that chose this expert, (n,)
-            if len(token):
-                out = leave(self.activation(enter(tokens[token])))      # (n, C)
-                y.index_add_(0, token, weight[token, place, None] * out)
-        self.routed = scores, chosen            # the last batch's, for load()
-        return self.dropout(y.view_as(x))
-
-    @staticmethod
-    def activation(x):
-        """Clamped SwiGLU, (n, 2 hidden) to (n, hidden). Even channels are the gate, odd ones the linear half."""
-        gate, linear = x[:, ::2].clamp(max=7.0), x[:, 1::2].clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (linear + 1)
-
-    def load(self):
-        """The load of each expert in the last batch, (2, E): its share of all choices, and the mean probability that a
-        softmax over all scores gives it."""
-        scores, chosen = self.routed
-        count = torch.bincount(chosen.flatten(), minlength=scores.shape[1])
-        return torch.stack([count / chosen.numel(), scores.float().softmax(-1).mean(0)])
-
-
 class Block(nn.Module):
     """One attention layer, which mixes tokens, and one MLP. Both add to the residual stream x.
 
@@ -138,7 +78,7 @@ class Block(nn.Module):
         self.ln_1 = make_norm(config)
         self.attn = mixers.layer_of(config, layer)
         self.ln_2 = make_norm(config)
-        self.mlp = MoE(config) if config.mlp == "moe" else MLP(config)
+        self.mlp = MLP(config)
         self.norm_place = config.norm_place
 
     def forward(self, x, cache=None, turn=None):
@@ -151,9 +91,6 @@ class Block(nn.Module):
         if self.norm_place == "out":
             x = x + self.ln_1(self.attn(x, cache, turn))                # (B, T, C)
             return x + self.ln_2(self.mlp(x))                           # (B, T, C)
-        # parallel: as pre, but both branches read the same x (GPT-J, GPT-NeoX)
-        if self.norm_place == "parallel":
-            return x + self.attn(self.ln_1(x), cache, turn) + self.mlp(self.ln_2(x))
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
         x = x + self.attn(self.ln_1(x), cache, turn)                    # (B, T, C)
         return x + self.mlp(self.ln_2(x))                               # (B, T, C)
@@ -181,10 +118,7 @@ class GPTConfig(Knobs):
     n_kv_head: int = knob(0, "key and value heads, each shared by a group of heads; 0: n_head")
     n_embd: int = knob(768, "width C of the residual stream", least=1)
     head_dim: int = knob(0, "width of each query and key; 0: n_embd / n_head")
-    n_inner: int = knob(0, "hidden width of the MLP, or of each expert; 0: 4 C (swiglu, moe: 8/3 C, rounded up to a "
-                           "multiple of 32)")
-    n_expert: int = knob(8, "mlp=moe: experts in each block", least=1)
-    n_active: int = knob(2, "mlp=moe: experts that each token uses", least=1)
+    n_inner: int = knob(0, "hidden width of the MLP; 0: 4 C (swiglu: 8/3 C, rounded up to a multiple of 32)")
     # around the attention
     dropout: float = knob(0.0, "dropout on embeddings, attention weights and both branches of a block",
                            least=0, below=1)
@@ -193,19 +127,17 @@ class GPTConfig(Knobs):
     bias_of: str = knob("all", "which of queries, keys and values have these biases", ("all", "q", "k", "v"))
     norm: str = knob("layernorm", "kind of norm, in each block and before the output layer", ("layernorm", "rmsnorm"))
     norm_place: str = knob(
-        "pre", "norms before each branch (pre), the same with both branches reading one x (parallel), on what each "
-        "branch adds (out), or on the stream after each branch (post, which needs a learning-rate warm-up)",
-        ("pre", "parallel", "out", "post"))
+        "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
+        "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
     norm_eps: float = knob(1e-5, "epsilon of the norms")
     embed_norm: bool = knob(False, "a norm on the token embeddings as well, as in BLOOM")
-    mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP; moe: a mixture of experts, as in GPT-OSS",
-                    ("relu", "gelu", "gelu_tanh", "swiglu", "relu2", "moe"))
+    mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
+                    ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the output layer shares the token embedding's weights")
     rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
-    rope_share: float = knob(1.0, "share of each head's channels, from the first on, that RoPE rotates; GPT-NeoX: 0.25")
     rope_scaling: str = knob(
-        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), "
-        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1), or yarn:FACTOR,FAST,SLOW,ORIGINAL (as in GPT-OSS)")
+        "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
+        "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
     bias_range: int = knob(512, "number of distances that a learned distance bias covers; it is 0 beyond them", least=1)
     # the attention: a recipe, its constants, the code that computes it
     attn: str = knob(
@@ -223,7 +155,7 @@ class GPTConfig(Knobs):
         "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
         "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax")
     rule: str | None = axis("rule", "how scores become attention weights; for a state: how a token changes it")
-    forget: str | None = axis("forget", "what a state, or attention (sigmoid), loses at each token: nothing or a share")
+    forget: str | None = axis("forget", "what a state loses at each token: nothing or a share")
     write: str | None = axis("write", "how much of its value a token writes into the state")
     conv: str | None = axis("conv", "a convolution over 4 tokens, then silu, on a state's queries, keys and values")
     balance: str | None = axis("balance", "how a token's scores become its shares of Focus' groups")
@@ -276,12 +208,9 @@ class GPTConfig(Knobs):
         for name, valid, message in (
                 ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
                 ("n_head", self.n_head % self.n_kv_head == 0, f"is not divisible by n_kv_head={self.n_kv_head}"),
-                ("n_active", self.n_active <= self.n_expert, f"is more than n_expert={self.n_expert}"),
                 ("bias_of", self.bias_of == "all" or self.bias or self.qkv_bias, "needs biases: add --qkv_bias=1"),
                 ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
                 ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
-                ("rope_base", self.rope_base > 1 or "yarn" not in self.rope_scaling, "must be above 1 with YaRN"),
-                ("rope_share", 0 < self.rope_share <= 1, "must lie in (0, 1]"),
                 ("rope_scaling", not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
                  f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope")):
             if not valid:
@@ -364,7 +293,7 @@ class GPT(nn.Module):
         recipes share the initial values of the tensors that they share. Each rank of a sharded model keeps its part."""
         std = {}                                                        # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding, ExpertLinear)):
+            if isinstance(module, (nn.Linear, nn.Embedding)):
                 ends_a_branch = name.endswith("c_proj")
                 std[f"{name}.weight"] = 0.02 / math.sqrt(2 * self.config.n_layer) if ends_a_branch else 0.02
                 if getattr(module, "bias", None) is not None:
@@ -403,7 +332,7 @@ class GPT(nn.Module):
 
         for block in self.transformer.h:
             if starts is not block.attn.sight.starts:
-                block.attn.check_packs(block.attn.config)
+                mixers.check_packs(block.attn.config)
                 block.attn.sight = block.attn.sight._replace(starts=starts)
 
         # embeddings of token ids, and of positions where these are absolute
@@ -448,64 +377,41 @@ class GPT(nn.Module):
         """The sum of the layers' penalties for the last training batch."""
         return sum(block.attn.penalty for block in self.transformer.h)
 
-    def expert_load(self):
-        """The load of every expert in the last batch, (layers, 2, E), as MoE.load returns it. Only with mlp=moe."""
-        return torch.stack([block.mlp.load() for block in self.transformer.h])
-
-    def num_params(self, embeddings=True, active=False):
+    def num_params(self, embeddings=True):
         """Number of parameters, tied ones counted once.
 
         embeddings=False leaves out tables that are only looked up, as scaling laws do: the position embedding, and the
-        token embedding unless it is tied. active=True counts only the n_active experts that one token uses."""
+        token embedding unless it is tied."""
         count = sum(p.numel() for p in self.parameters())
         tables = [self.transformer.wpe] if "wpe" in self.transformer else []
         tables += [] if self.config.tied else [self.transformer.wte]
         if not embeddings:
             count -= sum(p.numel() for table in tables for p in table.parameters())
-        if active:
-            experts = sum(p.numel() for module in self.modules() if isinstance(module, ExpertLinear)
-                          for p in module.parameters())
-            count -= experts // self.config.n_expert * (self.config.n_expert - self.config.n_active)
         return count
 
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as in PaLM's appendix B: 6 N, plus
-        the operations of each attention layer, such as 12 C T. N counts the experts that one token uses."""
-        parameters = self.num_params(embeddings=False, active=True)
-        return 6 * parameters + sum(block.attn.flops_per_token() for block in self.transformer.h)
+        the operations of each attention layer, such as 12 C T."""
+        return 6 * self.num_params(embeddings=False) + sum(block.attn.flops_per_token() for block in self.transformer.h)
 
-    def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0, optimizer="adamw"):
-        """AdamW on all parameters that require a gradient, or with optimizer="muon" Muon on the matrices of the blocks'
-        linear layers and AdamW on the others.
+    def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
+        """AdamW on all parameters that require a gradient.
 
-        Matrices (also those of experts) and embeddings decay; biases and norms do not. Parameters outside linear
-        layers, embeddings and norms, such as one scalar a head, do not decay, and learn head_lr times as fast.
-        Muon (Jordan et al. 2024) makes all singular values of a matrix's step about equal. Its learning rate is scaled
-        so that a step is as large as AdamW's (Liu et al. 2502.16982, sec. 2.2), so both take the same learning rates.
-        The three matrices in c_attn count as one."""
-        groups = {"matrices": [], "decay": [], "no_decay": [], "head": []}
+        Matrices and embeddings decay; biases and norms do not. Parameters outside linear layers, embeddings and norms,
+        such as one scalar a head, do not decay, and learn head_lr times as fast."""
+        groups = {"decay": [], "no_decay": [], "head": []}
         for module in self.modules():
-            plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, ExpertLinear))
-            for name, p in module.named_parameters(recurse=False):
-                decays = name != "bias" and p.dim() > 1                 # experts have a matrix of biases
-                muon = optimizer == "muon" and decays and isinstance(module, nn.Linear) and module is not self.lm_head
+            plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
+            for p in module.parameters(recurse=False):
                 if p.requires_grad:
-                    kind = "head" if not plain else "matrices" if muon else "decay" if decays else "no_decay"
-                    groups[kind].append(p)
-        groups = {kind: {
+                    groups["head" if not plain else "decay" if p.dim() > 1 else "no_decay"].append(p)
+        groups = [{
             "params": list(dict.fromkeys(params)),                      # a tied weight belongs to two modules
-            "weight_decay": weight_decay if kind in ("decay", "matrices") else 0.0,
+            "weight_decay": weight_decay if kind == "decay" else 0.0,
             "lr_scale": head_lr if kind == "head" else 1.0,             # train.py multiplies the learning rate by it
-        } for kind, params in groups.items() if params}
-        matrices = groups.pop("matrices", None)
-        others = [*groups.values()] or [{"params": [], "lr_scale": 1.0}]                # LoRA trains only matrices
+        } for kind, params in groups.items() if params]
         fused = self.lm_head.weight.device.type in ("cuda", "cpu", "mps")               # one kernel for all parameters
-        adamw = torch.optim.AdamW(others, lr=learning_rate, betas=betas, fused=fused)
-        if optimizer == "adamw":
-            return adamw
-        if not matrices:
-            raise ValueError("--optimizer=muon is for the matrices of linear layers, and none is trained: leave it out")
-        return Together(torch.optim.Muon([matrices], lr=learning_rate, adjust_lr_fn="match_rms_adamw"), adamw)
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
     def set_progress(self, progress):
         """Tell layers with a schedule how much of the training is over, from 0 to 1."""

@@ -41,7 +41,7 @@ from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size
 from training import printing
-from training.balance import check_balance, expert_loss, losses
+from training.balance import check_balance, losses
 from training.dry_run import DryRun, dry_run
 from training.presets import PRESETS, default_out_dir, settle_knobs
 from training.stopping import StopSignal
@@ -75,9 +75,7 @@ class Train(Knobs):
     batch_size: int = knob(16, "largest number of sequences per forward pass on one device", least=1)
     gradient_accumulation_steps: int = knob(1, "sequences per step, over all ranks, as a multiple of batch_size",
                                             least=1)
-    # AdamW or Muon, with linear warm-up and cosine decay
-    optimizer: str = knob("adamw", "muon: Muon on the matrices of linear layers in the blocks, AdamW on the rest",
-                          ("adamw", "muon"))
+    # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate")
     head_lr: float = knob(1.0, "factor on the learning rate of parameters outside linear layers, such as tau", least=0)
     weight_decay: float = knob(0.1, "weight decay of matrices and embeddings; nothing else decays", least=0)
@@ -96,10 +94,6 @@ class Train(Knobs):
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(0.2, "fraction of the other heads, the most important ones, that the loss excludes",
                                   least=0, below=1)
-    expert_balance: float = knob(0.0, "weight of Switch Transformer's load-balancing loss of --mlp=moe, which is 1 in "
-                                      "each layer with an even load; 0.01 is usual. Like head_balance, it balances "
-                                      "the sequences that all ranks read at once, so it depends on batch_size x ranks",
-                                  least=0)
     # evaluations and checkpoints
     eval_interval: int = knob(250, "steps between evaluations; each also saves a checkpoint", least=1)
     eval_iters: int = knob(20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1)
@@ -119,8 +113,6 @@ class Train(Knobs):
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so the rest must come "
                              "from a run: name it with --init_from")
-        if self.optimizer == "muon" and (self.shard or self.sharded_ckpt):
-            raise ValueError("--optimizer=muon needs whole matrices: leave out --shard and --sharded_ckpt")
         if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
             raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} must be numbers, "
                              "the first above 0")
@@ -217,14 +209,14 @@ class Training:
                              f"holds {fit}: give at most {max(Train.eval_iters, fit // knobs.batch_size)}")
 
         model = self.make_model()
-        extra = knobs.head_balance or knobs.expert_balance or model.penalized           # losses in addition to its own
+        extra = knobs.head_balance or model.penalized   # losses in addition to its own
         self.run = Run(knobs.out_dir, machine, ("balance",) if extra else ())
         if knobs.init_from != "scratch" and not (stored and last_checkpoint(self.run.folder)):
             take_weights(model, knobs.init_from, self.run, machine)
 
         # the scaler keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.optimizer = model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr, knobs.optimizer)
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
 
         self.meta = self.new_meta(data, stored, flags)
@@ -301,7 +293,7 @@ class Training:
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
                     with machine.autocast():    # products in 16 bits where they are fast, sums in float32
                         loss, balance = losses(running, x, y, knobs, machine, *starts)
-                        balance = balance + expert_loss(model, knobs, machine) + model.penalty()
+                        balance = balance + model.penalty()
                     share = len(x) * machine.world / batches.total
                     scaler.scale((loss + balance) * share).backward()
                     sums += torch.stack([loss.detach(), balance.detach()]) * share
@@ -393,7 +385,7 @@ def main(argv):
             if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
                 raise ValueError(reason)
             if knobs.docs:
-                mixers.MIXERS[kind.mixer].check_packs(kind)
+                mixers.check_packs(kind)
         # the folder of the run that this one continues or starts from, and whose tokenizer it shares
         began_with = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent     # of its ckpt.pt
         before = Path(knobs.out_dir) if stored else began_with

@@ -34,7 +34,6 @@ class Choice:
     learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
     refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
-    mixes: str = ""                             # how it mixes packed documents (--docs); empty: it does not
     # pos
     embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
     rotates: bool = False                       # RoPE rotates q and k

@@ -4,7 +4,7 @@ import torch.nn as nn
 
 from axes import options
 from axes.base import Fixed, Linear, Normal, linear, split_heads
-from axes.positions import Distance, rope_score_factor, rotate, rotation, sums_since
+from axes.positions import rotate, rotation
 from axes.sight import Sight, start_of
 
 
@@ -86,7 +86,7 @@ class Layer(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0
-        scale = rope_score_factor(config) * (1.0 if self.choices["scale"].unscaled else self.width ** -0.5)
+        scale = 1.0 if self.choices["scale"].unscaled else self.width ** -0.5
         self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
         # what the choices learn
         self.init_std = {}                      # {parameter that GPT.init_weights draws: std}
@@ -108,13 +108,6 @@ class Layer(nn.Module):
             self.register_parameter(name, nn.Parameter(start))
         else:
             self.register_buffer(name, start.value if isinstance(start, Fixed) else start)
-
-    @classmethod
-    def check_packs(cls, config):
-        """Raise ValueError if a choice of a config cannot keep packed documents apart."""
-        for axis, choice in options.chosen(config, cls.axes).items():
-            if choice.mixes:
-                raise ValueError(f"--docs=1 cannot be used with --{axis}={getattr(config, axis)}: {choice.mixes}")
 
     # ------------------------------------------------------------------ from x to q, k, v, and from y back to x
 
@@ -196,21 +189,10 @@ class Layer(nn.Module):
 
     # ------------------------------------------------------------------ for model, training and instruments
 
-    def distance(self, x=None, past=None, keys=0):
-        """The layer's relative positions, a Distance, or None. With its input x (B, R, C), also what it forgets.
-        past: the cache; keys: the number of keys, cached and of x."""
-        bias, log_forget = self.choices["pos"].bias, self.choices["forget"].log_forget
-        found = bias and bias(self)
-        if x is None or log_forget is None:
-            return found
-        precise = torch.float32 if x.device.type == "mps" else torch.float64            # c grows with T
-        i, c = torch.arange(x.shape[1], device=x.device), log_forget(self, x)[..., 0].to(precise)
-        c = sums_since(start_of(i, self.sight), c, i)                   # (B, H, R)
-        if past is not None:
-            old, first = past.get("decay", c[..., :0]), self.sight.first                # drop what `recall` has dropped
-            old = torch.cat([old[..., :first], old[..., first + old.shape[2] + x.shape[1] - keys:]], -1)
-            past["decay"] = c = torch.cat([old, c + old[..., -1:].sum(-1, keepdim=True)], -1)           # (B, H, T)
-        return (found or Distance(x.new_zeros(self.score_heads, 0)))._replace(decay=c)
+    def distance(self):
+        """The layer's relative positions, a Distance, or None."""
+        bias = self.choices["pos"].bias
+        return bias and bias(self)
 
     def weights_of(self, q, k, x, table=None, sight=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column first. For a differential

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from axes.outputs import DEXES, EXCLUSIONS, GATES, OUT_NORMS, VALUE_BIASES
-from axes.positions import FORGETS, POSITIONS
+from axes.positions import POSITIONS
 from axes.queries_keys import FEATURES, QK_NORMS, SCALES
 from axes.rows import DIFFERENCES, NORMALIZERS, SINKS
 
 AXES = {                                        # axis: its values, the default first; attention.py adds the axis rule
-    "pos": POSITIONS, "forget": FORGETS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES,
-    "normalize": NORMALIZERS, "sink": SINKS, "diff": DIFFERENCES, "value_bias": VALUE_BIASES, "dex": DEXES,
-    "exclude": EXCLUSIONS, "out_norm": OUT_NORMS, "gate": GATES}
+    "pos": POSITIONS, "qk_norm": QK_NORMS, "feature": FEATURES, "scale": SCALES, "normalize": NORMALIZERS,
+    "sink": SINKS, "diff": DIFFERENCES, "value_bias": VALUE_BIASES, "dex": DEXES, "exclude": EXCLUSIONS,
+    "out_norm": OUT_NORMS, "gate": GATES}
 
 
 def wrong_window(config, args, choices):

@@ -1,7 +1,7 @@
 """Positions: how a score depends on the positions of its query and key.
 
 RoPE rotates queries and keys before the score. Relative positions add a bias to the score that depends on the distance
-i - j, or on what the tokens between forget. Absolute positions are embeddings, which model.py adds to the tokens.
+i - j. Absolute positions are embeddings, which model.py adds to the tokens.
 
 Shapes: B batch, H heads, T keys, R query rows (the last R of the T positions), D width of q and k, P pairs of channels
 that RoPE rotates, W width of a table.
@@ -13,17 +13,16 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from axes.base import Choice, Constant, Fixed, Normal, wide
+from axes.base import Choice, Constant, Fixed, Normal
 
 # --------------------------------------------------------------------------------------------------- relative positions
 
 
 class Distance(NamedTuple):
-    """A bias by distance, b[h, i - j], and c_i - c_j, added to the score. Each part is a tensor or None."""
+    """A bias by distance, b[h, i - j], which is added to the score. Each part is a tensor or None."""
     table: Any = None                           # (H, W): b at distances 0 .. W - 1
     tail: Any = None                            # (H,): b from distance W on; None: 0
     slope: Any = None                           # (H,): slope times distance is added everywhere
-    decay: Any = None                           # (B, H, T): c in float64, which never rises
 
     def by_distance(self, T):
         """b at distances 0 .. T - 1, (H, T)."""
@@ -89,31 +88,10 @@ def t5_index(layer):
     return Distance(layer.t5_index, layer.t5_index[:, -1])
 
 
-def forget_gate(layer, x):
-    """log f_t, f_t = sigmoid(w_h x_t + b_h). The score of row i and key j gets log f_{j+1} + .. + log f_i = c_i - c_j:
-    what a head forgets of a key depends on the tokens since. b starts at 0, so at first a weight halves at each token.
-    Source: FoX, Lin et al. 2503.02130, section 3. The layers that its "Pro" form adds are not here."""
-    return F.logsigmoid(wide(layer.forget_gate(x))).mT[..., None]       # (B, H, T, 1)
-
-
-def sums_since(start, x, i):
-    """The sum of x (B, H, R) from `start` to each position i. The value runs on from earlier documents, but no gradient
-    reaches them, not even by rounding: the terms double in log R steps."""
-    total, reach = x.detach().cumsum(-1), 1
-    while reach < len(i):
-        x = x + torch.where(i - reach >= start, F.pad(x, (reach, 0))[..., :-reach], 0.0)
-        reach *= 2
-    return x + (total - x).detach()
-
-
-FORGETS = {"none": Choice(), "sigmoid": Choice(log_forget=forget_gate, learns=lambda layer: {
-    "forget_gate": nn.Linear(layer.config.n_embd, layer.score_heads)})}
-
 # ----------------------------------------------------------------------------------------------------- rotary positions
 
 ROPE_SCALINGS = {                               # {its name: its numbers}
-    "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH",
-    "yarn": "FACTOR,FAST,SLOW,ORIGINAL with FAST > SLOW"}
+    "linear": "FACTOR", "ntk": "RATIO", "llama3": "FACTOR,LOW,HIGH,ORIGINAL with LOW < HIGH"}
 
 
 def parse_rope_scaling(text):
@@ -126,8 +104,7 @@ def parse_rope_scaling(text):
     except ValueError:
         numbers = []
     valid = how in ROPE_SCALINGS and len(numbers) == 1 + ROPE_SCALINGS[how].count(",")
-    if not (valid and all(0 < n < math.inf for n in numbers) and (how != "llama3" or numbers[1] < numbers[2])
-            and (how != "yarn" or numbers[1] > numbers[2])):
+    if not (valid and all(0 < n < math.inf for n in numbers) and (how != "llama3" or numbers[1] < numbers[2])):
         forms = " or ".join(f"{name}:{form}" for name, form in ROPE_SCALINGS.items())
         raise ValueError(f"--rope_scaling={text}: write {forms}")
     return how, numbers
@@ -135,15 +112,13 @@ def parse_rope_scaling(text):
 
 def rope_frequencies(config, width, device):
     """Radians per position of each of P pairs of channels, (P,): base^(-c / P) for pair c, scaled as rope_scaling says.
-    --rope_share says what share of a head's `width` channels rotates. An odd last channel of these has no partner.
+    The last of an odd number of channels has no partner and does not rotate.
 
-    Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023; yarn, Peng et al. 2309.00071, section
-    3.2 (and 3.1 on ntk), and GPT-OSS.
-    Differs from the paper: it interpolates between kept and longer waves by how often a wave fits, as LLaMA 3.1 does.
-    The code of YaRN and GPT-OSS agrees with this function, but YaRN's rounds both ends of that range to whole pairs."""
-    pairs, base = int(width * config.rope_share) // 2, float(config.rope_base)
+    Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023, Peng et al. 2309.00071, section 3.1;
+    llama3, the code of LLaMA 3.1."""
+    pairs = width // 2
     pair = torch.arange(pairs, device=device, dtype=torch.float32)
-    frequency = base ** (-pair / pairs)
+    frequency = float(config.rope_base) ** (-pair / pairs)
     how, numbers = parse_rope_scaling(config.rope_scaling)
     if not how:
         return frequency
@@ -154,26 +129,11 @@ def rope_frequencies(config, width, device):
     # times slower, so it covers a context `ratio` times longer
     if how == "ntk":
         return frequency * factor ** -torch.linspace(0, 1, pairs, device=device)
-    # llama3 and yarn: waves that fit into the original context often keep their length, waves that fit rarely become
-    # `factor` times longer. In between, llama3 interpolates in how often a wave fits. yarn interpolates in the index of
-    # the pair, that is in the logarithm of the wavelength, between `start` and `end`
-    if how == "llama3":
-        low, high, original = limits
-        kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return frequency * (kept + (1 - kept) / factor)
-    fast, slow, original = limits
-    start, end = (pairs * math.log(original / (2 * math.pi * fits)) / math.log(base) for fits in (fast, slow))
-    start, end = max(start, 0), min(end, 2 * pairs - 1)
-    longer = ((torch.arange(pairs, device=device) - start) / (end - start or 0.001)).clamp(0, 1)
-    return frequency * (1 - longer + longer / factor)
-
-
-def rope_score_factor(config):
-    """The factor on all scores that belongs to a rope_scaling. YaRN's is (0.1 log(factor) + 1)^2, because a row becomes
-    flatter when it has more keys; the other factors are 1.
-    Source: Peng et al. 2309.00071, section 3.4. Released code multiplies queries and keys by the root of the factor."""
-    how, numbers = parse_rope_scaling(config.rope_scaling)
-    return (0.1 * math.log(max(1.0, numbers[0])) + 1) ** 2 if how == "yarn" else 1.0
+    # llama3: waves that fit into the original context more than `high` times keep their length, and waves that fit less
+    # than `low` times become `factor` times longer. Those in between are interpolated by how often they fit
+    low, high, original = limits
+    kept = ((original * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotation(config, positions):
@@ -186,8 +146,8 @@ def rotation(config, positions):
 def rotate(x, turn):
     """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position * frequency_c.
 
-    turn: from `rotation`. The first 2 P channels rotate, usually all D. They are paired half by half, as in GPT-NeoX
-    and LLaMA. The other channels stay as they are. Source: Su et al. 2021."""
+    turn: from `rotation`. Channels are paired half by half, as in LLaMA; the last of an odd number stays as it is.
+    Source: Su et al. 2021."""
     pairs, cos, sin = turn
     partner = torch.cat([x[..., pairs:2 * pairs], x[..., :x.shape[-1] - pairs]], -1)    # [b | a | anything] of [a | b]
     return (x * cos + partner * sin).to(x.dtype)

@@ -100,8 +100,7 @@ SINKS = {
     "key_value": Choice(learns=extra_key, args=BIAS_SIZES | {
         "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
         score=key_score, value=sink_value, refuse=wrong_sink),
-    "token": Choice(ahead=1, refuse=wrong_sink,                         # an ordinary key
-                    mixes="its token precedes the first document only: use --sink=key_value"),
+    "token": Choice(ahead=1, refuse=wrong_sink),                        # an ordinary key
 }
 
 

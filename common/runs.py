@@ -5,7 +5,7 @@
     meta.json   every knob, versions, hashes, losses: enough to build the model again. For an adapter also its base, the
                 run that it was trained on: {path, weights: their fingerprint}
     log.csv     step, train_loss, val_loss, lr, grad_norm, ms, tokens_per_s, on a GPU also mfu. "balance" is the sum of
-                --head_balance, --expert_balance and a layer's own penalty, if there are any. Public weights have no log
+                --head_balance and a layer's own penalty, if there are any. Public weights have no log
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     lock        only while a process trains in the folder: its id and its host
     sharded_ckpt/STEP/      only with --sharded_ckpt=1, in place of ckpt.pt: the same in parts, in the format of

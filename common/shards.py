@@ -77,14 +77,13 @@ def load_optimizer(optimizer, state):
     """optimizer.load_state_dict for the state of a checkpoint, which is whole, and weights that may be split. Settings
     such as betas stay those of the run's knobs. Raises ValueError if the state is not that of this optimizer for these
     weights, since torch would overwrite memory."""
-    weights = dict(enumerate((p, group) for group in optimizer.param_groups for p in group["params"]))
+    weights = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
     groups, averages = optimizer.state_dict()["param_groups"], {}
     try:
         fits = [group["params"] for group in state["param_groups"]] == [group["params"] for group in groups]
         for i, entry in state["state"].items():                         # a weight without a gradient so far has none
-            p, group = weights[i]
-            adamw = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-            shapes = adamw if "betas" in group else {"momentum_buffer": p.shape}
+            p = weights[i]
+            shapes = {"step": (), "exp_avg": p.shape, "exp_avg_sq": p.shape}
             fits = fits and entry.keys() == shapes.keys() and all(
                 is_dense(x) and x.is_contiguous() and x.shape == shapes[name] for name, x in entry.items())
             if not fits:

@@ -61,7 +61,7 @@ def command(args, run):
 
 def check(args, places):
     """Raise ValueError, with the difference, if a run differs from the first in what all runs of a table share."""
-    sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp", "n_expert", "n_active")
+    sizes = ("block_size", "vocab_size", "n_layer", "n_embd", "n_inner", "mlp")
     first, advice = None, "give --anyway to compare them all the same"
     for place in [] if args.anyway else places:
         meta = read_run(place)[0]

@@ -1,8 +1,6 @@
 """The report that train.py prints at the end of a run: losses, a first look at the attention, a sample."""
-import torch
-
 from data import tokens
-from evals.instrument import table, window_batches, with_meanings
+from evals.instrument import table, with_meanings
 from evals.lab_figures import lab_figures
 from evals.loss import bits_per_byte, mean_loss
 from evals.measures import IN_THE_LAB, MEASURES
@@ -27,11 +25,10 @@ def report(model, machine, folder, windows, batch_size, in_parts=False, docs=Fal
     print(table([row[:columns] for row in rows], ["split", "loss", "bits per byte"][:columns]) + "\n")
     if in_parts:
         return losses
-    shares = load_of_experts(model, splits["val"], machine) if model.config.mlp == "moe" else {}
     if "triggers" in data_meta:                 # only the sink lab's sequences have them
         found = lab_figures(model, splits["val"], data_meta, machine)
         print(with_meanings({name: found[name] for name in [*IN_THE_LAB][:5] if name in found}, IN_THE_LAB))
-        return losses | shares | found
+        return losses | found
     mean = probe(model, splits["val"], machine, 16, 4)["mean"]
     sink = f"{MEASURES['sink']}; an even spread gives it {mean['uniform']:.4f}"
     print(with_meanings({name: mean[name] for name in ("sink", "density", "sparsity")}, MEASURES | {"sink": sink}))
@@ -40,19 +37,4 @@ def report(model, machine, folder, windows, batch_size, in_parts=False, docs=Fal
     # the first 240 tokens of what `eval.py sample` prints by default, in float32
     ids = model.generate(as_ids(first_token(coder, splits.get), machine), 240, temperature=0.8, top_k=50, seed=0)
     print(f"a sample:\n{coder.decode(ids[0].tolist())}")
-    return losses | shares | {name: value for name, value in mean.items() if value is not None}
-
-
-@torch.no_grad()
-def load_of_experts(model, split, machine):
-    """Print how evenly the layers use their experts on 16 windows. Returns the mean over layers of the smallest and the
-    largest share of all choices that an expert gets."""
-    rows, = window_batches(model, split, machine, model.config.block_size, 16, 16)
-    with machine.autocast():
-        model(rows[:, :-1])
-    shares = model.expert_load()[:, 0]                                  # (layers, E)
-    least, most = shares.amin(1), shares.amax(1)
-    lines = [[str(layer), *ends] for layer, ends in enumerate(zip(least.tolist(), most.tolist(), strict=True))]
-    print(table(lines, ["layer", "least used expert", "most used"]))
-    print(f"shares of all choices; an even load gives each expert {1 / shares.shape[1]:.4f}\n")
-    return {"least_used_expert": least.mean().item(), "most_used_expert": most.mean().item()}
+    return losses | {name: value for name, value in mean.items() if value is not None}

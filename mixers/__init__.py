@@ -64,6 +64,16 @@ def check_axes(config):
             raise ValueError(f"--layers={config.layers}: {axis} is {', '.join(values)} and must be one: give --{axis}")
 
 
+def check_packs(config):
+    """Raise ValueError if a layer cannot keep packed documents (--docs) apart. Only attention can."""
+    if config.mixer != "attention":
+        raise ValueError(f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which does "
+                         "not keep documents apart: leave out --docs")
+    if config.sink == "token":
+        raise ValueError("--docs=1 cannot be used with --sink=token, which precedes the first document only: use "
+                         "--sink=key_value")
+
+
 def choose_kernel(config, device, importance=False):
     """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps "torch and sdpa".
     importance: whether head importance is measured. Without a gate this takes a row's log-sum-exp, which sdpa does not

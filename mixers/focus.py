@@ -161,8 +161,7 @@ BALANCES = {                                    # the default is ours; the other
                          args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential,
                          count=sum_of_potentials, settle=lambda layer, sums: (
                              layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]))),
-    "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False,
-                        mixes="it evens out the groups over all documents: use --balance=potential"),
+    "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
     "softmax": Balance(learns=router, args=ROUTER),
     "entropy": Balance(learns=router, args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
                        penalty=confident_and_even),
@@ -394,7 +393,7 @@ class Focus(Mixer):
         g = self.assign(x) if g is None else g
         R, sight = q.shape[2], sight or self.sight
         q, k = self.featured(q), self.featured(k)
-        if self.hard and R == k.shape[2] and sight.hidden < 0 and sight.starts is None:
+        if self.hard and R == k.shape[2] and sight.hidden < 0:
             fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
             qkv = (y if fused else for_products(y) for y in (q, k, v))
             o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, sight.scale, fused)

@@ -30,7 +30,7 @@ of the weights). The size of the state does not depend on the number of tokens. 
 once, by matrix products (`one_chunk`), and `mixers/recurrent_kernels.py` does the same in Triton.
 
 As in the papers' code, a state runs through the whole sequence: document separators do not reset it, and padding is a
-token like any other. With --docs=1, each document begins with a new state, and with a chunk of its own.
+token like any other.
 
 Shapes: B batch, H heads, T tokens, C tokens of a chunk, D width of q and k, E of v.  q, k (B, H or 1, T, D)
 v, u, o (B, H, T, E)   forget (B, H, T, 1 or D): logarithms, at most 0   write, erase (B, H, T, 1)   S (B, H, D, E)
@@ -40,7 +40,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -54,7 +54,6 @@ from axes.outputs import EPS, GATES, OUT_NORMS, sigmoid_gate
 from axes.positions import rotate, rotation
 from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS
-from axes.sight import start_of
 from mixers import recurrent_kernels
 from mixers.base import Mixer, axes_of
 
@@ -125,35 +124,16 @@ def one_chunk(state, q, k, v, forget, erase=None):
     return o, (S,)
 
 
-@lru_cache(maxsize=2)                           # the layers share it
-def chunks_of_documents(starts, T, size):
-    """Cut the first T tokens of packed documents into chunks, such that each document begins with a chunk of its own.
-
-    Returns the place of each token among the N places of all chunks (B, 1, T, 1), the token at each place (B, 1, N, 1),
-    where a document's last token fills its last chunk, and which chunks begin a document (B, N / size)."""
-    starts = starts[:, :T]
-    i = torch.arange(T, device=starts.device).expand_as(starts)
-    before = starts.gather(1, (i - 1).clamp(min=0))                     # where the previous token's document began
-    places = i + ((before - i) % size * (i == starts)).cumsum(1)        # after the unused places of earlier documents
-    tokens = i.new_zeros(len(i), -(-int(places.max() + 1) // size) * size).scatter(1, places, i).cummax(1).values
-    begins = starts.gather(1, tokens[:, ::size]) == tokens[:, ::size]
-    return places[:, None, :, None], tokens[:, None, :, None], begins
-
-
-def all_chunks(chunk, state, inputs, size, begins=None):
+def all_chunks(chunk, state, inputs, size):
     """Run the function `chunk` over all chunks of `size` tokens, one after another; the last chunk may be shorter.
-    inputs: tensors (B, H or 1, T, .). begins (B, chunks): these begin with the first state again. Returns o
-    (B, H, T, E) and the state after the last token.
+    inputs: tensors (B, H or 1, T, .). Returns o (B, H, T, E) and the state after the last token.
 
     Only the T / size states between chunks are kept for the backward pass, which computes the rest again."""
     recompute = torch.is_grad_enabled() and inputs[0].shape[2] > 2 * size
     if recompute:
         chunk = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
-    outputs, first = [], state
-    for n, part in enumerate(zip(*(x.split(size, 2) for x in inputs), strict=True)):
-        if begins is not None and n > 0:
-            begin = begins[:, n, None, None, None]
-            state = tuple(torch.where(begin, new, S) for new, S in zip(first, state, strict=True))
+    outputs = []
+    for part in zip(*(x.split(size, 2) for x in inputs), strict=True):
         o, state = chunk(state, *part)
         outputs.append(o)
     return torch.cat(outputs, 2), state
@@ -478,10 +458,6 @@ WRITES = {
 def short_convolution(layer, x):
     """silu of a causal convolution over 4 tokens, each channel by itself: a token sees its neighbours before it writes.
     x (B, 3 + T, .) to (B, T, .). H3, Mamba and their successors."""
-    if (starts := layer.sight.starts) is not None:                      # the same, without other documents
-        reach = torch.arange(CONV_REACH, -1, -1, device=x.device)       # of the four taps
-        seen = (torch.arange(starts.shape[1], device=x.device) - starts)[..., None, None] >= reach
-        return F.silu((x.unfold(1, len(reach), 1) * seen * layer.conv[:, 0].to(x.dtype)).sum(-1))
     return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
 
 
@@ -526,8 +502,8 @@ def sum_may_be_zero(config, args, choices):
                 "--rule=add --feature=elu")
 
 
-AXES = axes_of(
-    RULES, forget=FORGETS, write=WRITES, conv=CONVS, feature=FEATURES, scale=only(SCALES, "sqrt_d", "one"),
+AXES = {"rule": RULES, "forget": FORGETS} | axes_of(
+    RULES, write=WRITES, conv=CONVS, feature=FEATURES, scale=only(SCALES, "sqrt_d", "one"),
     out_norm=OUT_NORMS, gate=GATES,
     normalize=only(NORMALIZERS, "none") | {"sum": dataclasses.replace(NORMALIZERS["sum"], refuse=sum_may_be_zero)})
 
@@ -572,7 +548,6 @@ class Recurrent(Mixer):
             if turn is None or self.rule.rope_positions:
                 seen, places = 0 if past is None else past.get("tokens", 0), self.rule.rope_positions
                 positions = torch.arange(seen, seen + x.shape[1], device=x.device)
-                positions = positions - start_of(positions, self.sight)
                 turn = rotation(self.config, places(positions, self.args["chunk"]) if places else positions)
             q, k = rotate(q, turn), rotate(k, turn)
         return q, k, v
@@ -608,17 +583,11 @@ class Recurrent(Mixer):
             values = F.pad(v, (0, 1), value=1.0) if divisor else v      # the 1 becomes the sum of the row's weights
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
             fused = past is None and choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
-            starts, begins = self.sight.starts, None
-            if starts is not None:
-                size = recurrent_kernels.tiles(q.to(dtype), forget.shape[3] > 1)[0] if fused else self.args["chunk"]
-                places, tokens, begins = chunks_of_documents(starts, v.shape[2], size)
-                inputs = [torch.take_along_dim(y, tokens, 2) for y in inputs]
             if fused:
                 qkv, forget = (y.to(dtype) for y in inputs[:3]), inputs[3] if log_forget else None
-                o = wide(recurrent_kernels.recur(*qkv, forget, *inputs[4:], begins=begins))
+                o = wide(recurrent_kernels.recur(*qkv, forget, *inputs[4:]))
             else:
-                o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk, begins)
-            o = o if starts is None else torch.take_along_dim(o, places, 2)
+                o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk)
             if divisor:
                 o = o[..., :-1] / divisor(o[..., -1:], None)
             return self.rule.after(self, o, q, v)
@@ -630,10 +599,10 @@ class Recurrent(Mixer):
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))                # positions without a query get 0
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
 
-    def run_chunks(self, inputs, past, chunk, begins=None):
+    def run_chunks(self, inputs, past, chunk):
         """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the state after the last
         whole chunk, and the inputs (`rows`) of the tokens since then: they are computed again until their chunk is
-        whole, because all its gradients are taken at the state before it. begins: see `all_chunks`."""
+        whole, because all its gradients are taken at the state before it."""
         v, new, size = inputs[2], inputs[0].shape[2], self.args["chunk"]
         start = self.rule.start(self, v) if self.rule.start else (v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
         state = past.get("state", start)
@@ -646,7 +615,7 @@ class Recurrent(Mixer):
         full = T if self.has_weights else T - T % size
         outputs = []
         if full:
-            o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size, begins)
+            o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size)
             outputs.append(o)
         past["state"] = state
         if not self.has_weights:
@@ -674,10 +643,6 @@ class Recurrent(Mixer):
         """weight_blocks of a rule that is linear in the values: the outputs for one-hot values, the j-th value being
         row j of the identity matrix. Memory is O(T)."""
         R, T = q.shape[2], k.shape[2]
-        if self.sight.starts is not None:       # all tokens at once: O(T^2)
-            one_hot = torch.eye(T, device=q.device, dtype=x.dtype).expand(len(k), self.heads, -1, -1)
-            yield from self.read(q, k, one_hot, x, hidden=hidden)[:, :, T - R:].split(kernels.BLOCK, 2)
-            return
         places, past, q = torch.arange(T, device=q.device), {}, F.pad(q, (0, 0, T - R, 0))
         for start, stop in itertools.pairwise([*range(0, T - R, kernels.BLOCK), *range(T - R, T, kernels.BLOCK), T]):
             rows = slice(start, stop)

@@ -39,7 +39,6 @@ class StateInputs(NamedTuple):
     v: Matrix                   # (B, H, T, E)
     c: Any                      # (B, H, T, 1 or D) float32, or None: no forgetting
     erase: Any                  # (B, H, T) float32, or None: no erasing
-    keeps: Any                  # (B, chunks) float32: 0 if a chunk begins with a new state, else 1; None: all 1
     H: int
     T: int
 
@@ -212,8 +211,6 @@ def scan(inputs, X, U, States, c: tl.constexpr):
     S = tl.zeros((c.DP, c.BE), tl.float32)
     for start in tl.range(0, inputs.T, c.C):
         i = start + tl.arange(0, c.C)
-        if inputs.keeps is not None:
-            S *= tl.load(inputs.keeps + head.batch * tl.cdiv(inputs.T, c.C) + start // c.C)                 # ()
         save(state_of(States, head, start, c), S, c.E, d, c.D, left, c.E, c.BE)
         from_start, to_end, whole = decays_of_state(inputs, head, start, 0, c, c.DP)
         k = load(head.k, inputs.k.row, i, inputs.T, 0, c.D, c.DP)               # (C, DP)
@@ -278,8 +275,6 @@ def scan_back(inputs, X, DO, DR, DStates, c: tl.constexpr):
             x = load(X + head.rows * c.C, c.C, i, inputs.T, 0, c.C, c.C)        # (C, C)
             dr = times(tl.trans(x), dr).to(k.dtype)
             dS -= times(tl.trans(k * (load_erase(inputs, head, i) * from_start)), dr)
-        if inputs.keeps is not None:
-            dS *= tl.load(inputs.keeps + head.batch * chunks + start // c.C)                                # ()
         save(DR + head.rows * c.E, dr, c.E, i, inputs.T, left, c.E, c.BE)
 
 
@@ -341,20 +336,19 @@ def gradients(inputs, U, States, DStates, DO, DR, DQ, DK, DC, DErase, c: tl.cons
 
 # --------------------------------------------------------------------------------------------------------------- host
 
-def recur(q, k, v, forget=None, erase=None, begins=None):
+def recur(q, k, v, forget=None, erase=None):
     """`one_chunk` of mixers/recurrent.py over all tokens, from a state of 0: o (B, H, T, E).
 
     q, k (B, H or 1, T, D), v (B, H, T, E), multiplied by write, of one dtype: float32, float16 or bfloat16. forget
-    (B, H, T, 1 or D), logarithms; None: no forgetting. erase (B, H, T, 1); None: no erasing. begins (B, chunks) as in
-    `all_chunks`, or None. Differentiable once. Raises ValueError on inputs that the kernels cannot compute."""
+    (B, H, T, 1 or D), logarithms; None: no forgetting. erase (B, H, T, 1); None: no erasing. Differentiable once.
+    Raises ValueError on inputs that the kernels cannot compute."""
     for bad, why in problems(q, k, v, forget, erase):
         if bad:
             raise ValueError(why)
     q, k = (y.expand(*v.shape[:2], -1, -1) for y in (q, k))
     channels = forget is not None and forget.shape[3] > 1
     c = None if forget is None else sums_of_chunks(forget.float(), tiles(q, channels)[0])
-    keeps = None if begins is None else 1 - begins.float()
-    return run_forward(q, k, v, c, None if erase is None else erase[..., 0].float().contiguous(), keeps)[0]
+    return run_forward(q, k, v, c, None if erase is None else erase[..., 0].float().contiguous())[0]
 
 
 def problems(q, k, v, forget, erase):
@@ -381,27 +375,27 @@ def sums_of_chunks(forget, size):
     return chunks.cumsum(3).flatten(2, 3)[:, :, :T].contiguous()
 
 
-SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? c, Tensor? erase, Tensor? keeps"
+SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? c, Tensor? erase"
 
 
 @torch.library.custom_op("nanoattention::recur", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor)")
-def run_forward(q, k, v, c, erase, keeps):
-    o, X = allocate_forward(q, k, v, c, erase, keeps)
-    inputs, sizes, U, States = scanned(q, k, v, c, erase, keeps, X, solve=True)
+def run_forward(q, k, v, c, erase):
+    o, X = allocate_forward(q, k, v, c, erase)
+    inputs, sizes, U, States = scanned(q, k, v, c, erase, X, solve=True)
     launch(read, inputs, sizes, (U, States, o), sizes.BE)
     return o, X
 
 
 @run_forward.register_fake
-def allocate_forward(q, k, v, c, erase, keeps):
+def allocate_forward(q, k, v, c, erase):
     return v.new_empty(v.shape), q.new_empty((0,) if erase is None else (*v.shape[:3], sizes_of(q, v, c).C))
 
 
 @torch.library.custom_op("nanoattention::recur_backward", mutates_args=(),
                          schema=f"({SCHEMA}, Tensor X, Tensor do) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
-def run_backward(q, k, v, c, erase, keeps, X, do):
-    grads = dq, dk, dv, dc, derase = allocate_backward(q, k, v, c, erase, keeps, X, do)
-    inputs, sizes, U, States = scanned(q, k, v, c, erase, keeps, X)
+def run_backward(q, k, v, c, erase, X, do):
+    grads = dq, dk, dv, dc, derase = allocate_backward(q, k, v, c, erase, X, do)
+    inputs, sizes, U, States = scanned(q, k, v, c, erase, X)
     DStates = torch.empty_like(States)
     launch(read_back, inputs, sizes, (do, dv), sizes.BE)
     launch(scan_back, inputs, sizes, (X, do, dv, DStates), sizes.BE)
@@ -411,7 +405,7 @@ def run_backward(q, k, v, c, erase, keeps, X, do):
 
 
 @run_backward.register_fake
-def allocate_backward(q, k, v, c, erase, keeps, X, do):
+def allocate_backward(q, k, v, c, erase, X, do):
     sizes = sizes_of(q, v, c)
     parts = count(sizes.D, sizes.BD)                                            # tiles that add to a row's gradients
     dc = (0,) if c is None else c.shape if sizes.channels else (*v.shape[:3], parts)
@@ -428,11 +422,11 @@ def sizes_of(q, v, c):
     return ChunkSizes(C, D, padded(D), min(BD, padded(D)), E, min(BE, padded(E)), channels, invert)
 
 
-def scanned(q, k, v, c, erase, keeps, X, solve=False):
+def scanned(q, k, v, c, erase, X, solve=False):
     """Scan the chunks; with `solve`, compute X first. Returns the StateInputs and ChunkSizes of all kernels, u as a
     Matrix (v itself without erasing), and the states before all chunks."""
     matrices = (matrix(part, name) for part, name in ((q, "q"), (k, "k"), (v, "v")))
-    inputs, sizes = StateInputs(*matrices, c, erase, keeps, *v.shape[1:3]), sizes_of(q, v, c)
+    inputs, sizes = StateInputs(*matrices, c, erase, *v.shape[1:3]), sizes_of(q, v, c)
     if solve and erase is not None:
         launch(invert, inputs, sizes, (X,))
     U = inputs.v if erase is None else matrix(v.new_empty(v.shape))
@@ -458,8 +452,8 @@ def launch(kernel, inputs, sizes, tensors, columns=None):
 
 
 def backward(ctx, do, _):
-    q, k, v, c, erase, keeps, X = ctx.saved_tensors
-    dq, dk, dv, dc, derase = run_backward(q, k, v, c, erase, keeps, X, do.contiguous())
+    q, k, v, c, erase, X = ctx.saved_tensors
+    dq, dk, dv, dc, derase = run_backward(q, k, v, c, erase, X, do.contiguous())
     dc = None if c is None else dc.sum(-1, keepdim=True) if c.shape[3] == 1 else dc
     return dq, dk, dv, dc, None if erase is None else derase.sum(-1), None
 

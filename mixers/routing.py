@@ -46,7 +46,7 @@ def random_directions(layer):
 CLUSTERED = Rule(learns=random_directions, args={
     "clusters": Constant(8, 1, 65536),
     "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, so that a token is in one cluster on average
-    weights=softmax, mixes="the clusters of --mixer=routing choose among the tokens of all documents")
+    weights=softmax)
 
 
 class Routing(Mixer):

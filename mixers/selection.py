@@ -205,13 +205,11 @@ SELECTS = {
                     index=channels, selected=by_largest_components, scanned=lambda layer, k, index: (
                         layer.heads / k.shape[1] * min(1, layer.args["components"] / layer.width) * k.nbytes)),
     "quest": Select(args={"page": Constant(16, 1, 65536)}, index=page_bounds, selected=by_page,
-                    mixes="a page can hold keys of two documents: use --select=topk",
                     scanned=lambda layer, k, index: index["low"].nbytes + index["high"].nbytes),
     "magicpig": Select(args={"bits": Constant(8, 1, 15), "tables": Constant(75, 2, 32767),
                              "first": Constant(4, 0, 65536), "recent": Constant(64, 1, 65536),
                              "seed": Constant(0, 0, 2**31)},
                        learns=random_planes, refuse=has_no_topk, index=hashed_keys, selected=by_collision,
-                       mixes="its hashes depend on the first document: use --select=topk",
                        log_chance=log_collision_chance, scanned=lambda layer, k, index: index["codes"].nbytes),
 }
 

@@ -174,7 +174,7 @@ def measures(model, idx):
 
 def recipes():
     """The recipes that need only queries, keys and values of the usual shapes."""
-    usual = {"mixer": "attention", "diff": "none", "gate": "none", "window": 0, "forget": "none"}
+    usual = {"mixer": "attention", "diff": "none", "gate": "none", "window": 0}
     return [name for name, axes in attention.ATTENTIONS.items()
             if usual.items() <= (usual | axes).items() and axes.get("sink") != "token"]
 

@@ -139,7 +139,7 @@ def log_divisor(rule, s, seen, t=None, power=None):
     return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
 
 
-def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, decay=None, scale=1.0, window=0, first=0,
+def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, scale=1.0, window=0, first=0,
                    row_sum=False, power=None, mix=None, sets=None, more=None):
     """What kernels.attend returns for the same arguments: the output in the dtype of v, and the row statistic in
     float32 at least. more (H, T, T): another term of the scores."""
@@ -147,8 +147,6 @@ def attend_by_rule(rule, q, k, v, t=None, table=None, tail=None, slope=None, dec
     apart = distances(T, T, q.device)
     k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
     s = (q @ k.mT).to(wide) * scale + bias(apart, table, tail, slope, more)
-    if decay is not None:
-        s = s + (decay[..., None] - decay[..., None, :]).to(wide)
     seen = visible(apart, window, first)
     if sets is not None:                        # no common bit
         seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
@@ -361,13 +359,6 @@ def positions(module, T):
         raise NotImplementedError(f"define the bias of --pos={pos} here")
 
 
-def forgotten(module, x):
-    """The sum of log f of the tokens after j up to i, (B, H, T, T): FoX, Lin et al. 2503.02130."""
-    i, j, l = (torch.arange(x.shape[1]).view(shape) for shape in ((-1, 1, 1), (-1, 1), (-1,)))
-    between = ((j < l) & (l <= i)).to(x.dtype)
-    return torch.einsum("ijl,blh->bhij", between, F.logsigmoid(module.forget_gate(x)))
-
-
 def layer(module, x, attend=attend):
     """The whole layer: x (B, T, C) to (B, T, C). attend: see above, or that of a mixer."""
     c, T, y = module.config, x.shape[1], module.c_attn(x)
@@ -385,6 +376,4 @@ def layer(module, x, attend=attend):
             early = rotated(q, places.clamp(max=c.first + c.window - 1), c.rope_base)
         q, k = rotated(q, places, c.rope_base), rotated(k, places, c.rope_base)
     table = positions(module, T)
-    if c.forget == "sigmoid":
-        table = table, None, None, forgotten(module, x)
     return module.c_proj(attend(module, q, k, v, x, table, early).transpose(1, 2).flatten(2))

@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from bounds import below, close, same
-from conftest import DEVICE, needs_triton, tiny_config
+from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
 import kernels
@@ -87,16 +87,6 @@ def test_importance_and_its_gradient_equal_their_definition(choices):
     found, expected = ([value, *torch.autograd.grad(value, leaves, above, materialize_grads=True)]
                        for value in (importance_of(module, q, k, v, x), opened))
     close(found, expected, terms=T, size=1.0)
-
-
-@pytest.mark.parametrize("kernel", ["torch", pytest.param("triton", marks=needs_triton)])
-def test_what_was_forgotten_long_ago_costs_no_precision(kernel):
-    """In float32, sums of log f near -10^6 have steps of 1/16. Only their differences count."""
-    module = layer(attn="fox", dtype=torch.float32, kernel=kernel)
-    q, k, v, x = inputs(module, 45, dtype=torch.float32)
-    near = module.distance(x).decay.detach()
-    outputs = [module.attend(q, k, v, x, positions.Distance(torch.zeros(4, 0), decay=c)) for c in (near, near - 1e6)]
-    close(outputs[1], outputs[0], terms=8, size=1.0)
 
 
 @pytest.mark.parametrize("size", [0.3, 3.0, 30.0])

@@ -99,7 +99,7 @@ def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
 
 
 def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,
-         decay=False, strided=False, seed=0, mix=None, t=None, scores=None, **options):
+         strided=False, seed=0, mix=None, t=None, scores=None, **options):
     """Random inputs of attend(), by name, and its options. t, mix: the shape of the row input, and of the second view's
     factor. scores: see `shaped`."""
     g = dice(seed)
@@ -120,7 +120,6 @@ def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32,
     x |= {"table": normal(H, W)} if W else {}
     x |= {"tail": normal(H)} if tail else {}
     x |= {"slope": 0.1 * normal(H)} if slope else {}
-    x |= {"decay": -normal(B, H, T, dtype=torch.float64).abs().cumsum(-1)} if decay and mix is None else {}
     if rule == "elastic":                                             # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / n
     if rule in ("sigmoid", "tra"):
@@ -167,7 +166,6 @@ def roots_of_squares(terms, x):
     distance = torch.arange(T, device=DEVICE)[:, None] - torch.arange(T, device=DEVICE)
     squares = {"d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape) for name in ("t", "mix") if name in x}
     squares |= {"dtail": (ds * (distance >= W)).pow(2).sum((1, 2)), "dslope": (ds * distance).pow(2).sum((1, 2))}
-    squares |= {"ddecay": ds.pow(2).sum(1) + ds.pow(2).sum(2)}
     if W:
         squares["dtable"] = torch.stack([ds.diagonal(-d, 1, 2).pow(2).sum(-1) for d in range(min(W, T))])
     return {name: square.mean().sqrt().item() for name, square in squares.items()}
@@ -192,7 +190,7 @@ def compare(rule, x, options):
     for name, true in exact.items():
         # one rounding to the dtype, and a float32 sum over the width. dt and dmix come from an o or g rounded to the
         # dtype. lssar's weights are exponentials of a difference of logarithms, which are as large as r
-        rounded = dtype if name in ("dt", "dmix", "ddecay") else kernel[name].dtype
+        rounded = dtype if name in ("dt", "dmix") else kernel[name].dtype
         length = D**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
         floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length
         size = rms(true)
@@ -260,7 +258,7 @@ CALLS = st.fixed_dictionaries({
     "E": st.sampled_from((24, 16, 8, 40, 80)), "dtype": st.sampled_from(DTYPES), "heads": st.sampled_from(
         ((1, 2, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1))), "W": st.sampled_from((21, 0, 1, 37, 200)), "tail": BOTH,
     "slope": BOTH, "window": st.sampled_from((17, 0, 1, 30)), "first": st.sampled_from((3, 0, 20)), "strided": BOTH,
-    "decay": BOTH, "scores": SCORES,
+    "scores": SCORES,
     "tiles": st.tuples(*[st.sampled_from(((32, 16), (16, 32), (32, 32), (16, 16)))] * 4,
                        st.sampled_from(((32, 32), (16, 16))))})
 

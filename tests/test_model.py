@@ -1,17 +1,16 @@
 """model.py: the architecture against torch, initial weights, optimizer groups, generation against forward passes."""
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import bounds
 import pytest
 import torch
-from bounds import below, close, dice, same
+from bounds import below, close, same
 from conftest import CACHES, RECIPES, examples, tiny_config
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from layers import SIZES as LAYER
-from layers import assert_learns, normal, recipes, token_ids, with_gradients
+from layers import assert_learns, normal, recipes, token_ids
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
@@ -22,7 +21,7 @@ from axes.base import linear
 from axes.positions import POSITIONS, rope_frequencies
 from axes.sight import Sight
 from kernels import plain_softmax
-from model import GPT, MoE, hidden_width
+from model import GPT, hidden_width
 from training import balance
 
 
@@ -79,10 +78,10 @@ def test_sinusoidal_positions_and_ntk_scaling_equal_their_formulas():
 
 SIZES = {
     "attn": ["elastic", "diff_rela"], "window": [5], "window_every": [2], "first": [2], "norm": ["rmsnorm"],
-    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2", "moe"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
-    "dropout": [0.2], "n_embd": [18], "head_dim": [6], "qkv_bias": [True], "norm_place": ["out", "post", "parallel"],
-    "bias_of": ["q"], "norm_eps": [1e-3], "embed_norm": [True], "rope_share": [0.5], "pos": list(attention.AXES["pos"]),
-    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2", "yarn:8,4,1,8"], "tied": [False], "bias": [True]}
+    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
+    "dropout": [0.2], "n_embd": [18], "head_dim": [6], "qkv_bias": [True], "norm_place": ["out", "post"],
+    "bias_of": ["q"], "norm_eps": [1e-3], "embed_norm": [True], "pos": list(attention.AXES["pos"]),
+    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2"], "tied": [False], "bias": [True]}
 
 
 @settings(max_examples=examples(50))
@@ -104,49 +103,14 @@ def test_dropout_acts_on_embeddings_and_on_both_branches_of_a_block():
 
 
 def test_parameters_and_operations_count_what_a_token_uses():
-    assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "moe", "gelu")] == [288, 288, 400]
-    C, V, T, H, E = 16, 31, 16, 24, 5
+    assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "gelu")] == [288, 400]
+    C, V, T = 16, 31, 16
     blocks = 2 * (12 * C * C + 9 * C + 4 * C) + 2 * C       # matrices; biases of c_attn, c_proj, c_fc, c_proj; norms
     shared, learned, untied = (GPT(tiny_config(n_layer=2, bias=True, **choices)) for choices in (
         {"pos": "t5"}, {"pos": "learned"}, {"pos": "learned", "tied": False}))
     assert shared.num_params() == blocks + V * C + shared.transformer.h[1].attn.t5.numel()  # all layers share a table
     assert learned.num_params() == blocks + V * C + T * C and untied.num_params() == blocks + 2 * V * C + T * C
     assert learned.num_params(embeddings=False) == untied.num_params(embeddings=False) == blocks + V * C
-    expert = 2 * H * C + 2 * H + C * H + C
-    rest = V * C + 3 * C + 4 * (C * C + C) + E * (C + 1)                # embedding, norms, attention, router
-    gpt = GPT(tiny_config(mlp="moe", n_expert=E, n_active=2, n_inner=H, bias=True, norm="rmsnorm"))
-    assert gpt.num_params() == rest + E * expert and gpt.num_params(active=True) == rest + 2 * expert
-    assert gpt.flops_per_token() == 6 * (rest + 2 * expert) + gpt.transformer.h[0].attn.flops_per_token()
-
-
-def dense_experts(moe, x):
-    """The same mixture as a dense sum: every expert reads every token, and those that are not chosen get weight 0."""
-    scores = x @ moe.router.weight.T + moe.router.bias                  # (B, T, E)
-    chosen = (scores >= scores.sort(-1, descending=True).values[..., moe.active - 1:moe.active]).double()
-    moe.expected_load = torch.stack([chosen.mean((0, 1)) / moe.active, scores.softmax(-1).mean((0, 1))])
-    weight = scores.exp() * chosen / (scores.exp() * chosen).sum(-1, keepdim=True)
-    h = torch.einsum("bti,eoi->bteo", x, moe.c_fc.weight) + moe.c_fc.bias
-    gate, linear = h.unflatten(-1, (-1, 2)).unbind(-1)
-    gate, linear = torch.where(gate > 7, 7.0, gate), torch.where(linear.abs() > 7, 7 * linear.sign(), linear)
-    y = torch.einsum("bteh,eoh->bteo", gate / (1 + (-1.702 * gate).exp()) * (linear + 1), moe.c_proj.weight)
-    return (weight[..., None] * (y + moe.c_proj.bias)).sum(2)
-
-
-@pytest.mark.parametrize("experts, active", [(4, 1), (5, 2), (3, 3), (40, 2)])
-def test_experts_equal_a_dense_sum_in_output_gradients_and_load(experts, active):
-    """Of 40 experts, no token chooses some: their gradient is 0, not None. The load: shares of choices, and means."""
-    moe = MoE(tiny_config(mlp="moe", n_expert=experts, n_active=active, bias=True)).double()
-    for n, p in enumerate(moe.parameters()):
-        p.data = 0.8 * normal(*p.shape, stream=n)                       # some inputs of SwiGLU are above 7
-    x = normal(2, 9, 16, stream=50)
-    found, expected = (with_gradients(function, [x], tuple(moe.parameters()))
-                       for function in (moe, partial(dense_experts, moe)))
-    close(found, expected, size=max(part.abs().max().item() for part in expected))
-    close(moe.load(), moe.expected_load, dtype=torch.float32)
-    unused = moe.load()[0] == 0
-    assert unused.any() == (experts == 40)
-    for gradient in found[4:]:                  # after those of output, input and router
-        assert (gradient[unused] == 0).all() and gradient[~unused].any()
 
 
 def test_initial_values_are_those_of_gpt2():
@@ -161,54 +125,27 @@ def test_initial_values_are_those_of_gpt2():
 
 
 @pytest.mark.parametrize("trains", ["all", "matrices", "the rest"])     # LoRA trains only matrices
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("attn, pos, tied", [
     *(pytest.param(*p.values, "learned", True, marks=p.marks) for p in RECIPES),
     ("softmax", "t5", False)])                  # t5: layers share a parameter
 def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(
-        attn, pos, tied, optimizer, trains):
-    """The biases of all experts form a matrix, which does not decay either. Muon takes the matrices of
-    linear layers in blocks, AdamW all others."""
-    gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, mlp="moe", n_layer=2, tied=tied))
+        attn, pos, tied, trains):
+    gpt = GPT(tiny_config(attn=attn, bias=True, pos=pos, n_layer=2, tied=tied))
     linears = [module for module in gpt.transformer.h.modules() if isinstance(module, torch.nn.Linear)]
     matrices = {module.weight for module in linears}
     for p in gpt.parameters():
         p.requires_grad_(trains == "all" or (p in matrices) == (trains == "matrices"))
-    make = partial(gpt.configure_optimizers, 0.3, 1e-3, (0.8, 0.9), head_lr=5.0, optimizer=optimizer)
-    if optimizer == "muon" and trains == "the rest":
-        with pytest.raises(ValueError, match="and none is trained: leave it out"):
-            make()
-        return
-    made = make()
-    groups = [(type(part), group) for part in getattr(made, "parts", [made]) for group in part.param_groups]
-    assert all("lr_scale" in group for group in made.param_groups)      # train.py needs it
-    found = {p: (kind, group) for kind, group in groups for p in group["params"]}
+    made = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
+    found = {p: group for group in made.param_groups for p in group["params"]}
     names = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
     assert len(found) == len(names) == sum(len(group["params"]) for group in made.param_groups)
     for name, p in names.items():
         decay = 0.3 if name.endswith("weight") and "ln_" not in name and "out_norm" not in name else 0.0
         scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
-        kind, group = found[p]
-        assert [group[key] for key in ("weight_decay", "lr_scale", "lr")] == [decay, scale, 1e-3], name
-        muon = optimizer == "muon" and p in matrices
-        assert kind is (torch.optim.Muon if muon else torch.optim.AdamW), name
-        assert muon or group["betas"] == (0.8, 0.9), name
+        values = [found[p][key] for key in ("weight_decay", "lr_scale", "lr", "betas")]
+        assert values == [decay, scale, 1e-3, (0.8, 0.9)], name
     if trains == "all":
         assert ("transformer.h.0.attn.tau" in names) == (ATTENTIONS[attn]["rule"] == "elastic")
-
-
-@pytest.mark.parametrize("attn", ["elastic", "gated_deltanet"])
-def test_muon_moves_the_matrices_of_blocks_by_almost_orthogonal_steps(attn):
-    """Singular values of a step lie between 0.7 and 1.2 times the rate, up to the rounding of bfloat16."""
-    gpt = GPT(tiny_config(attn=attn, mlp="moe", tied=False))
-    muon, _ = gpt.configure_optimizers(0.0, 1e-2, (0.8, 0.9), optimizer="muon").parts
-    found, before = {p for group in muon.param_groups for p in group["params"]}, {}
-    for p in gpt.parameters():
-        p.grad, before[p] = torch.randn(p.shape, generator=dice()), p.detach().clone()
-    muon.step()
-    for name, p in gpt.named_parameters():
-        step = torch.linalg.svdvals(before[p] - p) / (1e-2 * 0.2 * max(p.shape) ** 0.5) if p in found else None
-        assert 0.6 < step.min() and step.max() < 1.3 if p in found else torch.equal(before[p], p), name
 
 
 @given(recipes())

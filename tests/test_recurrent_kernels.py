@@ -60,7 +60,7 @@ def test_a_second_derivative_is_refused():
 def test_operators_declare_what_they_return():
     """torch.compile relies on the declared shapes and strides before anything runs."""
     x = gated_delta(T=20)
-    call = (x["q"], x["k"], x["v"], recurrent_kernels.sums_of_chunks(x["forget"], 32), x["erase"][..., 0], None)
+    call = (x["q"], x["k"], x["v"], recurrent_kernels.sums_of_chunks(x["forget"], 32), x["erase"][..., 0])
     torch.library.opcheck(recurrent_kernels.run_forward, call, test_utils="test_faketensor")
     o, X = recurrent_kernels.run_forward(*call)
     torch.library.opcheck(recurrent_kernels.run_backward, (*call, X, o), test_utils="test_faketensor")

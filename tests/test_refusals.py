@@ -49,7 +49,7 @@ MARKER = "code_was_executed"                    # the folder that the code in pi
 SECONDS, MEMORY = 90, 6 << 30                   # what a command may take; an allocation beyond it fails at once
 MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": convert.main}
 NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
-SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "yarn", "x")
+SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "x")
             for numbers in ("", "2", "0", "nan", "8,1,4,16", "8,32,1,16", "8,4,4,9", "inf,1,4,9", "1e400,1,1")]
 CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "learned", "", "1=2"
 
@@ -248,12 +248,12 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
 
 # flags, the last value that is refused, and the first that is accepted
 BORDERS = {
-    "train.py {new}": """n_layer n_head block_size bias_range window_every n_active batch_size max_iters 0 1,
+    "train.py {new}": """n_layer n_head block_size bias_range window_every batch_size max_iters 0 1,
         gradient_accumulation_steps eval_interval eval_iters log_interval lora_rank 0 1, n_embd 0 2, n_embd 17 18,
         n_kv_head vocab_size window first topk head_dim n_inner warmup_iters lr_decay_iters grad_clip head_lr -1 0,
-        weight_decay seed balance_skip expert_balance -1 0, n_kv_head 3 2, n_expert 1 2, n_active 9 8,
+        weight_decay seed balance_skip -1 0, n_kv_head 3 2,
         block_size 2147483648 2147483647, dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
-        rope_base 0 0.1, rope_base inf 1e30, rope_share 0 0.1, rope_share 1.001 1, learning_rate 0 1e-9,
+        rope_base 0 0.1, rope_base inf 1e30, learning_rate 0 1e-9,
         learning_rate inf 1, learning_rate nan 1, min_lr nan 0, balance_shared beta1 beta2 -0.1 0,
         balance_shared beta1 beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
     "train.py {new} --attn=focus": "window 0 1, window 16 15",
@@ -409,11 +409,12 @@ SAYS = [                                        # (how a line begins, exit code,
     --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
     --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
     --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --expert_balance=1 => add --mlp=moe; --bias_of=k => add --qkv_bias=1;
+    --bias_of=k => add --qkv_bias=1;
     --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
     --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
     --layers=softmax+sink_token --n_layer=2 => sink is none, token and must be one: give --sink;
-    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => of all documents;
+    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => leave out --docs;
+    --layers=softmax+kda --n_layer=2 --docs=1 => of mixer recurrent;
     --docs=1 --attn=sink_token => use --sink=key_value; --docs=1 --head_balance=1 => or leave out --docs"""),
     ("train.py {new} --kernel=sdpa", INPUT, """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
     --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax"""),

@@ -34,7 +34,7 @@ FIFTY = ("--max_iters=50", "--eval_interval=25", "--gradient_accumulation_steps=
         ("--attn=dex",), ("--attn=focus", "--window=4", "--balance=softmax", *FIFTY),
         *((f"--attn={attn}", *FIFTY) for attn in ("elastic", "lazy", "tda", "gated_deltanet")),
         ("--attn=routing", "--attn_args=cluster_size=4"), ("--attn=softmax", "--tied=0", "--bias=1"),
-        ("--attn=gated", "--n_head=4", "--head_balance=0.1", *AT_ONCE), ("--mlp=moe", "--expert_balance=0.1", *AT_ONCE),
+        ("--attn=gated", "--n_head=4", "--head_balance=0.1", *AT_ONCE),
         ("--attn=softmax1", "--head_balance=0.1", *AT_ONCE), ("--pos=t5",)))], ids=" ".join)
 def test_shards_train_like_one_process(flags, tmp_path, data):
     """The ranks gather the same weights and average the same gradients, also those of balancing losses. Buffers that
@@ -141,7 +141,7 @@ def test_a_rank_draws_its_part_of_one_process_s_weights(rank, world, request):
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     request.addfinalizer(dist.destroy_process_group)
     machine = SimpleNamespace(device=torch.device("cpu"), world=world, rank=rank)
-    others = [{"mlp": "moe", "bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
+    others = [{"bias": True}, {"norm": "rmsnorm", "tied": False, "embed_norm": True, "n_kv_head": 1}]
     others += [{"pos": pos} for pos in ("learned", "sinusoidal", "alibi", "t5", "bias")]
     for choices in [{"attn": attn} for attn in ATTENTIONS] if world != 3 else others:
         config = tiny_config(n_layer=2, **choices)

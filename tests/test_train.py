@@ -158,20 +158,14 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
     below(max(norms[8:]), 4 * max(norms[:8]))
 
 
-def test_a_run_with_muon_and_two_recipes_resumes_bit_for_bit_and_needs_whole_matrices(tmp_path, data, capsys):
-    flags = (f"--dataset={data}", "--optimizer=muon", "--dropout=0.1", "--lr_decay_iters=8", "--n_layer=2",
-             "--layers=sink+gated")
+def test_a_run_with_two_recipes_resumes_bit_for_bit(tmp_path, data):
+    flags = (f"--dataset={data}", "--dropout=0.1", "--lr_decay_iters=8", "--n_layer=2", "--layers=sink+gated")
     train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
     train_here(*flags, f"--out_dir={tmp_path / 'part'}", "--max_iters=4")
     train_here(f"--out_dir={tmp_path / 'part'}", "--init_from=resume", "--max_iters=8")
     assert_same_run(tmp_path / "part", tmp_path / "whole")
     assert [page["recipe"] for page in show.command(show.Show(out_dir=str(tmp_path / "part")), None)[0]["layers"]] == [
         "sink", "gated"]
-    capsys.readouterr()
-    for part in ("--shard=1", "--sharded_ckpt=1"):
-        assert_says("needs whole matrices: leave out --shard and --sharded_ckpt", complain(
-            train_script.main, capsys, *TINY, *flags, f"--out_dir={tmp_path / 'no'}", part)[1])
-    assert not (tmp_path / "no").exists()
 
 
 def test_a_tokenizer_goes_from_run_to_run_and_new_runs_keep_earlier_ones(toy_run, toy, data, tmp_path, capsys):
@@ -273,9 +267,8 @@ def test_the_kernel_that_a_run_names_is_the_one_that_trains(flags, runs, data, t
 
 @pytest.mark.parametrize("flags", [
     ("--attn=elastic", "--batch_size=4", "--gradient_accumulation_steps=3", "--eval_iters=3"),      # micro-batches 4, 2
-    by_default(False, ("--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1", "--mlp=moe", "--bias=1",
-                       "--n_expert=64", "--n_inner=8", "--expert_balance=0.1", "--batch_size=6", "--eval_iters=2",
-                       "--gradient_accumulation_steps=2"))])            # each rank's tokens leave experts out
+    by_default(False, ("--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1", "--bias=1",
+                       "--batch_size=6", "--eval_iters=2", "--gradient_accumulation_steps=2"))])
 def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(flags, tmp_path, data):
     """The flags of torchrun set up two nodes on this machine. Each column of the log has its own scale."""
     flags = (*TINY, f"--dataset={data}", *flags)
@@ -327,19 +320,15 @@ def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
     assert torch.autograd.gradcheck(lambda x: balance.imbalance(balance.routed(x, 1, 0.2)), importance)
 
 
-def test_balancing_losses_are_logged_and_make_the_load_of_experts_even(tmp_path, data, capsys):
-    """The loss of experts is 1 in a layer with an even load, here times 0.5. The report contains the load."""
-    for name, flag in (("off", "--head_balance=0"), ("on", "--expert_balance=0.5"), ("heads", "--head_balance=0.5")):
-        train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", "--mlp=moe", "--n_expert=6", "--max_iters=40",
-                   "--learning_rate=1e-2", "--balance_shared=0", flag)
-    off, on, said = *(meta(tmp_path / name)["report"] for name in ("off", "on")), capsys.readouterr().out
-    assert off["least_used_expert"] < 1 / 6 < off["most_used_expert"]
-    below(on["most_used_expert"] - 1 / 6, (off["most_used_expert"] - 1 / 6) / 2)
+def test_the_balancing_loss_is_logged_only_where_it_is_trained(tmp_path, data, capsys):
+    for name, weight in (("off", 0), ("on", 0.5)):
+        train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", "--max_iters=40", "--learning_rate=1e-2",
+                   "--balance_shared=0", f"--head_balance={weight}")
+    off, said = meta(tmp_path / "off")["report"], capsys.readouterr().out
     for words in (f"{off['val'] / math.log(2):.4f}", f"first token, all rows   {off['sink']:.4f}"):
         assert words in said                    # a token is 1 byte
-    for name, low, high in (("on", 0.495, 3), ("heads", 0, 2)):
-        header, *rows = [line.split(",") for line in (tmp_path / name / "log.csv").read_text().splitlines()]
-        assert header[-1] == "balance" and all(low < float(row[-1]) < high for row in rows)
+    header, *rows = [line.split(",") for line in (tmp_path / "on" / "log.csv").read_text().splitlines()]
+    assert header[-1] == "balance" and all(0 < float(row[-1]) < 2 for row in rows)
     assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
 
 
@@ -358,7 +347,7 @@ def test_presets_have_the_size_that_they_state(name, millions, counted, step_tok
 
 
 def test_defaults_are_those_of_nanogpt_and_of_the_papers():
-    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024, "n_expert": 8, "n_active": 2}
+    sizes = {"n_layer": 12, "n_head": 12, "n_embd": 768, "block_size": 1024}
     assert sizes.items() <= vars(GPTConfig()).items() and train_script.Train().balance_shared == 0.2
     assert GPTConfig(attn="focus", window=4).topk == 0                    # soft gates
     for preset in ({}, train_script.PRESETS["gpt2"]):

@@ -1,4 +1,4 @@
-"""Losses that balance: heads (--head_balance), or the experts of a mixture (--expert_balance).
+"""The loss that balances heads (--head_balance).
 
 The head-balancing loss of The Attention Sink as Native MoE makes heads equally important. The importance of a head is 1
 minus the weight that it puts on a sink, or the mean of its gate (eq. 8).
@@ -39,26 +39,8 @@ def imbalance(importance):
     return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(correction=0)
 
 
-def expert_loss(model, knobs, machine):
-    """--expert_balance times the load-balancing loss of the last micro-batch on all ranks; 0 without this knob.
-
-    It is the sum over layers of E sum_e f_e P_e, with f_e the share of choices that expert e gets, and P_e its mean
-    probability in a softmax over all experts. An even load makes it 1 in each layer. Only P_e has a gradient: it lowers
-    the scores of experts that are chosen often. The loss is not a sum over tokens, so it depends on how a step is cut
-    into micro-batches: f of the whole step would be known only after all of its forward passes.
-    Source: Switch Transformer, Fedus et al. 2101.03961, eq. 4 to 6.
-    Differs from the paper: there each token chooses one expert."""
-    if not knobs.expert_balance:
-        return 0.0
-    share, probability = machine.mean(model.expert_load()).unbind(1)    # (layers, E) each
-    return knobs.expert_balance * share.shape[1] * (share * probability).sum()
-
-
 def check_balance(knobs, config):
-    """Raise ValueError if --expert_balance is given without experts, or --head_balance without two heads to balance."""
-    if knobs.expert_balance and config.mlp != "moe":
-        raise ValueError(f"--expert_balance={knobs.expert_balance} balances experts, which --mlp={config.mlp} does not "
-                         "have: add --mlp=moe, or leave it out")
+    """Raise ValueError if --head_balance is given without two heads to balance."""
     if not knobs.head_balance:
         return
     for kind in config.kinds:                   # which heads have an importance: see Attention.importance_of_heads

@@ -85,8 +85,5 @@ def memory_of_a_step(knobs, config, machine):
             raise ValueError(f"--dry_run cannot count --attn={config.attn} with --mlp={config.mlp}: the shapes of some "
                              "of its tensors depend on the data; try another --attn or --mlp") from None
     gradients = sum(p.numel() * p.element_size() for p in trained)
-    optimizer = model.configure_optimizers(0.0, 0.0, (0.0, 0.0), optimizer=knobs.optimizer)
-    averages = sum((1 + ("betas" in group)) * p.nbytes for group in optimizer.param_groups      # AdamW two, Muon one
-                   for p in group["params"])
-    return model, {"weights": weights, "gradients": gradients, "optimizer": averages,
+    return model, {"weights": weights, "gradients": gradients, "optimizer": 2 * gradients,      # AdamW's two averages
                    "activations": memory.peak - weights - gradients}

@@ -22,14 +22,13 @@ def introduce(knobs, model, machine, data, batches, kernel, first):
     axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
             if name in ("rule", "pos") or getattr(config, name) != default]
     tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
-    used = f", {model.num_params(active=True) / 1e6:.2f}M of them active" if config.mlp == "moe" else ""
     part = f" ({num_trained(model):,} of them trained)" if knobs.train_only != "all" else ""
     recipe = f"--layers={config.layers}" if config.layers else f"--attn={config.attn} ({', '.join(axes)})"
-    print(f"model: {model.num_params() / 1e6:.2f}M parameters{used}{part}, {recipe}, computed by {kernel}\n"
+    print(f"model: {model.num_params() / 1e6:.2f}M parameters{part}, {recipe}, computed by {kernel}\n"
           f"machine: {machine}\n"
           f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{' in packed documents' * knobs.docs}; "
           f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{f' from step {first}' * bool(first)}"
-          f"{' by Muon' * (knobs.optimizer == 'muon')}; run: {knobs.out_dir}", flush=True)
+          f"; run: {knobs.out_dir}", flush=True)
 
 
 class Progress(tqdm):
