@@ -182,8 +182,7 @@ def test_auto_chooses_triton_on_cuda_unless_there_is_dropout_and_elsewhere_sdpa_
     monkeypatch.setattr(kernels, "AVAILABLE", True)
     for device, attn, dropout, found in (
             ("cpu", "softmax", 0.0, "sdpa"), ("cpu", "elastic", 0.0, "torch"), ("cuda", "softmax", 0.0, "triton"),
-            ("cuda", "elastic", 0.0, "triton"), ("cuda", "sink", 0.0, "triton"), ("cuda", "elastic", 0.1, "torch"),
-            ("cuda", "softmax", 0.1, "sdpa")):
+            ("cuda", "elastic", 0.1, "torch"), ("cuda", "softmax", 0.1, "sdpa")):
         assert choose_kernel(tiny_config(attn=attn, dropout=dropout), device) == found
     assert choose_kernel(tiny_config(kernel="torch"), "cpu") == "torch"
     with pytest.raises(ValueError, match="dropout"):

@@ -42,9 +42,8 @@ CALLS = st.fixed_dictionaries({
 
 def drawn(count):
     """Run a test(fixed, data) that draws cases, `count` times for each of FIXED."""
-    names = [" ".join(fixed.values() if "topk" not in fixed else map(str, fixed.values()))
-             for fixed in FIXED]
-    each = pytest.mark.parametrize("fixed", FIXED, ids=names)
+    each = pytest.mark.parametrize(
+        "fixed", FIXED, ids=lambda fixed: " ".join(map(str, fixed.values())))
     return lambda test: each(given(data=st.data())(settings(max_examples=examples(count))(test)))
 
 
