@@ -21,7 +21,7 @@ CONSTANTS = {
     "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "anneal": ("0.2",),
     "lambda_init": ("0.2",), "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",),
     "learn_alibi": ("1",), "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
-NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6)}
+NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6, 1, 12, 0)}
 SCORES = st.sampled_from(KINDS := (None, "large", "ties", "equal", "negative", "far below 0"))      # see `shaped`
 
 
@@ -31,30 +31,35 @@ def selection(attn="softmax", **choices):
 
 
 @st.composite
-def combinations(draw, *of):
-    """A recipe of these mixers (none: of all) with up to four axes changed, for a GPTConfig. Some are illegal."""
+def combinations(draw, fixed=None, more=()):
+    """A recipe with up to four axes changed, for a GPTConfig. Some are illegal. fixed: choices of all cases. more:
+    {constant: values} of constants that every case draws if it has them, beyond up to two of CONSTANTS."""
     recipes = mixers.attention.ATTENTIONS
-    attn = draw(st.sampled_from([name for name in recipes if not of or recipes[name].get("mixer", "attention") in of]))
-    mixer = mixers.MIXERS[recipes[attn].get("mixer", "attention")]
+    fixed = fixed or {"attn": draw(st.sampled_from([*recipes]))}
+    recipe = recipes[fixed["attn"]]
+    mixer = mixers.MIXERS[recipe.get("mixer", "attention")]
     values = {axis: list(table) for axis, table in mixer.axes.items() if len(table) > 1}
     values |= {name: NUMBERS[name] for name in mixer.numbers if name in NUMBERS}
     changed = draw(st.lists(st.sampled_from(sorted(values)), max_size=4, unique=True))
-    choices = {"attn": attn} | {axis: draw(st.sampled_from(values[axis])) for axis in changed}
-    choices |= draw(st.sampled_from([{}, {"n_kv_head": 2}, {"n_kv_head": 1}]))
-    chosen = mixers.DEFAULTS | recipes[attn] | choices
+    choices = {axis: draw(st.sampled_from(values[axis])) for axis in changed}
+    choices |= draw(st.sampled_from([{}, {"n_kv_head": 2}, {"n_kv_head": 1}])) | fixed
+    chosen = mixers.DEFAULTS | recipe | choices
     known = [name for axis in mixer.axes if chosen[axis] in mixer.axes[axis]
-             for name in mixer.axes[axis][chosen[axis]].args if name in CONSTANTS]
-    args = draw(st.lists(st.sampled_from(known), max_size=2, unique=True)) if known else []
-    args = ",".join(f"{name}={draw(st.sampled_from(CONSTANTS[name]))}" for name in args)
+             for name in mixer.axes[axis][chosen[axis]].args]
+    some = [name for name in known if name in CONSTANTS]
+    args = draw(st.lists(st.sampled_from(some), max_size=2, unique=True)) if some else []
+    args = {name: draw(st.sampled_from(CONSTANTS[name])) for name in args}
+    args |= {name: draw(st.sampled_from(more[name])) for name in known if name in more}
+    args = ",".join(f"{name}={value}" for name, value in args.items())
     return choices | ({"attn_args": args} if args else {})
 
 
-def recipes(*of):
+def recipes(*how):
     """The combinations that are legal."""
     def legal(choices):
         with contextlib.suppress(ValueError):
             return GPTConfig(**SIZES | choices)
-    return combinations(*of).filter(legal)
+    return combinations(*how).filter(legal)
 
 
 def shaped(kind, q, k):

@@ -2,14 +2,14 @@
 row of ATTENTIONS is tested without further work. A new rule, position, norm, gate or mixer also needs its formula in
 tests/reference.py or reference_mixers.py."""
 import io
+from functools import partial
 
 import pytest
 import torch
 from bounds import below, close, moved_by_rounding, same
-from conftest import DEVICE, FEW, examples, tiny_config
+from conftest import DEVICE, FEW, by_default, examples, tiny_config
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from layers import assert_learns, attend_and_gradients, inputs, layer, normal, recipes, selection, token_ids
+from layers import SIZES, assert_learns, attend_and_gradients, inputs, layer, normal, recipes, selection, token_ids
 
 import kernels
 import mixers
@@ -20,26 +20,26 @@ from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-PUBLISHED = [{"attn": attn} for attn in ATTENTIONS]
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
-FOCUS = [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]        # sparse; with an extra key; both
+RECIPES = [{"attn": attn} for attn in ATTENTIONS]
+RECIPES += [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]     # sparse; with an extra key; both
 EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
-                      marks=() if choices["attn"] in FEW else pytest.mark.exhaustive) for choices in PUBLISHED + FOCUS]
+                      marks=() if choices["attn"] in FEW else pytest.mark.exhaustive) for choices in RECIPES]
 every = pytest.mark.parametrize("choices", EVERY)
-published = pytest.mark.parametrize("choices", PUBLISHED, ids=ATTENTIONS)
-# The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels.
-# --all adds the rest. In the order of CALLS: plain; with the statistic; twice as wide; half as many heads; a table; a
-# threshold in row sums; two views in one pass; a row sum to divide by; features; a state; a state that erases; a state
-# with one key for all heads; one call for each group. After CALLS: a learned slope; a table with a tail; two views, too
-# wide for one pass
-CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm", "linear", "retnet",
+# The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels:
+# plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
+# a row sum to divide by; a state that erases; a state with one key for all heads; one call for each group; a learned
+# slope; two views, too wide for one pass. --all adds the rest
+CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm",
          "gated_deltanet", "mamba2", "focus topk=1")
-called = pytest.mark.parametrize("choices", [
-    pytest.param(case.values[0], id=case.id, marks=() if case.id in CALLS else pytest.mark.exhaustive)
-    for case in EVERY] + [
-    pytest.param({"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"}, id="elastic learn_alibi=1"),
-    pytest.param({"attn": "softmax", "pos": "t5"}, id="softmax pos=t5", marks=pytest.mark.exhaustive),
-    pytest.param({"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1}, id="tda head_dim=136")])
+MORE = {"elastic learn_alibi=1": {"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"},
+        "tda head_dim=136": {"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1},
+        "softmax pos=t5": {"attn": "softmax", "pos": "t5"}}
+called = pytest.mark.parametrize("choices, packed", [
+    by_default(name in CALLS or name in [*MORE][:2], choices, False)
+    for name, choices in ({case.id: case.values[0] for case in EVERY} | MORE).items()] + [
+    by_default(attn == "streaming", {"attn": attn}, True)
+    for attn in ("softmax", "streaming", "lazy", "entmax", "tda")], ids=str)
 
 
 @every
@@ -59,12 +59,10 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
 
 
 PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))       # where documents begin in two sequences of 24 tokens
-FEW_PACKED = "streaming", "tda", "focus", "gated_deltanet"
 
 
 @pytest.mark.parametrize("choices", [
-    pytest.param(*case.values, id=case.id, marks=() if case.id in FEW_PACKED else pytest.mark.exhaustive)
-    for case in EVERY])
+    by_default(case.id in ("streaming", "tda", "focus"), *case.values) for case in EVERY], ids=str)
 def test_no_row_sees_another_document_of_a_pack(choices):
     """Nor has it a gradient from there: output and gradient are those of each document alone."""
     module, x, above = layer(**choices), normal(2, 24, 32).requires_grad_(), normal(2, 24, 32, stream=1)
@@ -106,25 +104,15 @@ def without_jumps(choices, T):
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_outputs_have_the_dtype_of_the_inputs_and_are_accurate(choices, dtype):
-    module = layer(**without_jumps(choices, 40), dtype=torch.float32)
-    q, k, v, x = inputs(module, 40, dtype=dtype)
-    o = module.attend(q, k, v, x.float())       # x has the dtype of the layer
-    assert o.dtype == dtype
-    exact = [a.double() for a in (q, k, v, x)]
-    module = module.double()
-    close(o, module.attend(*exact), terms=8, moved=moved_by_rounding(module.attend, exact, dtype))
-
-
-@every
-def test_autocast_is_close_to_float64(choices):
-    """The bound is the effect of rounding the input to bfloat16. The last tokens are decoded from a cache."""
+def test_low_precision_is_close_to_float64(choices, dtype):
+    """The bound is the effect of rounding the input. The last tokens are decoded from a cache."""
     module, x = layer(**without_jumps(choices, 40), dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
-    past = {} if module.cached else None
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        low = torch.cat([module(part, past) for part in (x.split([37, 1, 1, 1], 1) if module.cached else [x])], 1)
+    past, parts = ({}, x.split([37, 1, 1, 1], 1)) if module.cached else (None, [x])
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), torch.no_grad():
+        low = torch.cat([module(part, past) for part in parts], 1)
+    assert low.dtype == dtype
     module, x = module.double(), x.double()
-    close(low.float(), module(x), terms=1, dtype=torch.bfloat16, moved=moved_by_rounding(module, [x], torch.bfloat16))
+    close(low.float(), module(x), terms=1, dtype=dtype, moved=moved_by_rounding(module, [x], dtype))
 
 
 @every
@@ -142,38 +130,32 @@ def test_training_memory_grows_linearly(choices):
     below(peak(1024), 20 * peak(128))
 
 
-@published
-def test_initial_values_depend_only_on_the_seed_of_the_model_and_not_on_the_recipe(choices):
-    """The state of the global generator is different for the second model."""
-    one, again, other = (GPT(tiny_config(**choices), seed).state_dict() for seed in (5, 5, 6))
-    same(again, one)
-    assert not torch.equal(one["transformer.wte.weight"], other["transformer.wte.weight"])
-    plain = GPT(tiny_config(attn="softmax", pos="learned"), 5).state_dict()
-    shared = [name for name in one if name in plain and one[name].shape == plain[name].shape]
-    assert len(shared) > 5
-    same([one[name] for name in shared], [plain[name] for name in shared])
-
-
 @every
-def test_a_model_is_the_same_after_saving_and_loading(choices):
-    """A file of tensors alone restores all parameters and buffers, and the logits are the same."""
-    file, idx = io.BytesIO(), torch.arange(13)[None]
-    written, read = (GPT(tiny_config(n_head=4, n_embd=32, **choices), seed).eval() for seed in (1, 2))
-    torch.save(written.state_dict(), file)
+def test_a_models_seed_alone_decides_its_initial_values_and_a_file_of_tensors_restores_it(choices):
+    """All models of a seed share what they have in common. The global generator has another state each time."""
+    one, again, other, plain = (GPT(tiny_config(**SIZES | more), seed).eval() for more, seed in (
+        (choices, 5), (choices, 5), (choices, 6), ({"attn": "softmax", "pos": "learned"}, 5)))
+    first, plain, idx = one.state_dict(), plain.state_dict(), torch.arange(13)[None]
+    same(again.state_dict(), first)
+    assert not torch.equal(first["transformer.wte.weight"], other.state_dict()["transformer.wte.weight"])
+    shared = [name for name in first if name in plain and first[name].shape == plain[name].shape]
+    assert len(shared) > 5
+    same([first[name] for name in shared], [plain[name] for name in shared])
+    torch.save(first, file := io.BytesIO())
     file.seek(0)
-    read.load_state_dict(torch.load(file, weights_only=True))
-    same(read.state_dict(), written.state_dict())
-    same(read(idx)[0], written(idx)[0])
+    other.load_state_dict(torch.load(file, weights_only=True))
+    same(other.state_dict(), first)
+    same(other(idx)[0], one(idx)[0])
 
 
 @every
 def test_every_parameter_learns(choices):
-    assert_learns(GPT(tiny_config(n_head=4, n_embd=32, **choices)), token_ids(4, 17))
+    assert_learns(GPT(tiny_config(**SIZES | choices)), token_ids(4, 17))
 
 
-@published
-def test_params_describe_the_recipe(choices):
-    module = layer(**choices, dtype=torch.float32)
+@pytest.mark.parametrize("attn", ATTENTIONS)
+def test_params_describe_the_recipe(attn):
+    module = layer(attn, dtype=torch.float32)
     own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
     found = params.figures(module)
     assert not own - {*params.HIDDEN, "table", "alibi", "t5"} or found
@@ -182,7 +164,9 @@ def test_params_describe_the_recipe(choices):
 
 CONTRACT = (
     test_a_hidden_key_is_seen_by_its_own_row_only, test_extreme_scores_stay_finite_in_values_and_gradients,
-    test_autocast_is_close_to_float64, test_a_model_is_the_same_after_saving_and_loading, test_every_parameter_learns)
+    partial(test_low_precision_is_close_to_float64, dtype=torch.bfloat16),
+    test_a_models_seed_alone_decides_its_initial_values_and_a_file_of_tensors_restores_it,
+    test_every_parameter_learns, test_no_row_sees_another_document_of_a_pack)
 
 
 @given(recipes())
@@ -192,47 +176,27 @@ def test_combinations_of_axes_obey_the_same_contract(choices):
         test(choices)
 
 
-@pytest.mark.exhaustive
-@given(recipes())
-def test_no_row_of_any_combination_sees_another_document(choices):
-    test_no_row_sees_another_document_of_a_pack(choices)
-
-
-@pytest.mark.parametrize("attn", [
-    pytest.param(attn, marks=() if attn == "streaming" else pytest.mark.exhaustive)
-    for attn in ("softmax", "streaming", "lazy", "entmax", "tda")])
-def test_the_kernels_of_packed_documents_equal_the_block_loop_and_skip_other_documents(attn):
-    fused, loop = (layer(attn, dtype=torch.float32, n_kv_head=2, kernel=how).to(DEVICE) for how in ("triton", "torch"))
-    loop.load_state_dict(fused.state_dict())
-    first = torch.tensor([[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE)
-    qkvx = [a.to(DEVICE) for a in inputs(fused, 84, dtype=torch.float32)]
-    fused.sight, loop.sight = (module.sight._replace(starts=first) for module in (fused, loop))
-    found, expected = (attend_and_gradients(module, *qkvx, table=module.distance()) for module in (fused, loop))
-    for a, b in zip(found, expected, strict=True):
-        close(a, b, 2 * 84, size=None if b is None else max(1.0, b.abs().max().item()))
-    qkvx[2][:, :, :64] = torch.nan              # their tiles are not visited: a nan would spread to all rows of a tile
-    assert fused.attend(*qkvx, fused.distance())[:, :, 64:].isfinite().all()
-
-
 @called
-@given(st.sampled_from((1, 2)))
-@settings(max_examples=examples(1))             # by default 1, with --all both
-def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, groups):
-    """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur twice: scores tie."""
-    has_one = any(case.values[0] == choices for case in EVERY if case.id in CALLS)
+def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, packed):
+    """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur twice: scores tie.
+    packed: several documents in a sequence."""
     pairs = ATTENTIONS[choices["attn"]].get("diff") == "v1"             # of key heads
-    choices = {"n_kv_head": 2 if pairs else groups, "bias_range": 20, "dtype": torch.float32} | choices
+    sizes = {"n_head": 2, "n_kv_head": 2 if pairs else 1, "n_embd": 16}
+    choices = sizes | {"bias_range": 20, "dtype": torch.float32} | choices
     assert {name for name, rule in RULES.items() if rule.kernel} <= kernels.KERNELS.keys()
     try:
         fused, loop = (layer(**choices, kernel=kernel) for kernel in ("triton", "torch"))
         mixers.choose_kernel(fused.config, DEVICE)
     except ValueError as e:
-        assert not has_one, e
+        assert choices["attn"] not in CALLS, e
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
-    T = 140 if choices.get("pos") == "t5" else 45                       # beyond T5's table
+    T = 140 if choices.get("pos") == "t5" else 84 if packed else 45     # 140: beyond T5's table
     qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
     qkvx[1][:, :, 30:40] = qkvx[1][:, :, 10:20]
+    if packed:
+        first = torch.tensor([[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE)
+        fused.sight, loop.sight = (module.sight._replace(starts=first) for module in (fused, loop))
     found, expected = (attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
                        for module in (fused, loop))
     # The gradient of a state's decay sums over all pairs of tokens before and after it. All summands have a size of
@@ -240,3 +204,6 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, gro
     terms = T * T if fused.config.mixer == "recurrent" else T + fused.width             # a score sums over the width
     for a, b in zip(found, expected, strict=True):
         close(a, b, terms, size=None if b is None else max(1.0, b.abs().max().item()))
+    if packed:                                  # its tiles are not visited: a nan would spread to all rows of a tile
+        qkvx[2][:, :, :64] = torch.nan
+        assert fused.attend(*qkvx, fused.distance())[:, :, 64:].isfinite().all()

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from layers import layer, normal, with_gradients
 from torch.nn import functional as F
 
-from mixers.recurrent import all_chunks, one_chunk, scores, token_by_token
+from mixers.recurrent import all_chunks, one_chunk, token_by_token
 from model import GPT
 
 FORM = {"rate": None, "erases": False, "shared": False, "B": 1, "H": 2, "T": 37, "D": 24, "E": 40, "strength": 1,
@@ -38,7 +38,7 @@ def draw(rate, erases, shared, B, H, T, D, E, strength, repeated, dtype=torch.fl
 def by_chunks(q, k, v, forget=None, erase=None, chunk=one_chunk):
     start, forget = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), v.new_zeros(1) if forget is None else forget
     rest = (forget.expand(*v.shape[:3], -1),) + (() if erase is None else (erase,))
-    return all_chunks(chunk, (start,), (q, k, v, *rest), 16)[0]
+    return all_chunks(chunk, (start,), (q, k, v, *rest), 24)[0]
 
 
 def by_reference(q, k, v, forget=None, erase=None):
@@ -62,27 +62,15 @@ def assert_exact(function, x, limit=1e-5):
 @forms
 @example(**FORM | {"rate": "channel", "erases": True, "strength": 400})         # KDA
 def test_chunks_are_exact_in_float32(**form):
-    """Also where all but the token itself is forgotten: quotients of exponentials would be 0 / 0."""
+    """Also where all but the token itself is forgotten: quotients of exponentials would be 0 / 0. With a rate for each
+    channel, scores of more than 16 tokens are halved."""
     for chunk in (one_chunk, token_by_token):
         assert_exact(partial(by_chunks, chunk=chunk), draw(**form))
-
-
-@given(C=st.integers(1, 70), D=st.integers(2, 9), strength=st.sampled_from([400, 1]))
-def test_decayed_scores_of_chunks_of_any_length_equal_their_definition(C, D, strength):
-    """More than 16 tokens are halved. Where each channel decays fast, exp(-c) would overflow."""
-    a, b, forget = (normal(C, D, stream=n) for n in range(3))
-    c = (strength * F.logsigmoid(forget)).cumsum(0)
-    decay = (c[:, None] - c).clamp(max=0).exp()
-    close(scores(a, b, c), (a[:, None] * b * decay).sum(-1).tril(), terms=C * D)
 
 
 def test_what_a_token_writes_has_a_bias_in_learning_memories_alone():
     assert [attn for attn in ("deltanet", "gated_deltanet", "ttt", "titans") if layer(attn).beta.bias is not None] == [
         "ttt", "titans"]
-
-
-def test_long_sequences_stay_finite():
-    assert by_chunks(**draw(**FORM | {"rate": "channel", "erases": True, "T": 16_384})).isfinite().all()
 
 
 @pytest.mark.parametrize("size, bias", [(1, 0.0), (4, 0.0), (4, 3.0)])
@@ -112,16 +100,6 @@ def test_weights_of_a_learner_estimate_derivatives(attn):
     signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1    # the layer's signs
     along = torch.einsum("hic,hichjd,hjd->hij", signs.expand(4, 20, 8), jacobian, signs.expand(4, 20, 8)) / 8
     close(module.weights_of(q, k, x)[0], along)
-
-
-@pytest.mark.parametrize("attn", ["performer", "gated_deltanet", "ttt", "titans"])
-def test_the_cache_does_not_grow(attn):
-    """From one whole chunk to another. In between, ttt and titans also hold the inputs of at most 15 tokens."""
-    module, past, sizes = layer(attn), {}, set()
-    for part in normal(2, 160, 32).split([48, 16, 16, 80], 1):
-        module(part, past)
-        sizes.add(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
-    assert len(sizes) == 1
 
 
 def test_the_flops_of_a_token_do_not_depend_on_the_length():

@@ -41,8 +41,7 @@ def test_two_runs_agree_bit_for_bit():
 @pytest.mark.parametrize("changes, message", [
     *([] if DEVICE == "cuda" else [             # where looking at values is cheap
         ({"erase": torch.full((1, 2, 9, 1), 1.5)}, "from 0 to 1"), ({"forget": torch.ones(1, 2, 9, 1)}, "at most 0")]),
-    ({"k": torch.randn(1, 2, 9, 8)}, "must agree"), ({"forget": torch.zeros(1, 2, 9, 2)}, "must agree"),
-    ({"v": torch.randn(1, 2, 9, 16).half()}, "must share one"), ({"erase": torch.ones(1, 2, 9)}, "must agree"),
+    ({"k": torch.randn(1, 2, 9, 8)}, "must agree"), ({"v": torch.randn(1, 2, 9, 16).half()}, "must share one"),
     ({name: torch.randn(1, 2, 9, 300) for name in "qk"}, "256 at most")])
 def test_invalid_inputs_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
