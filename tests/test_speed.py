@@ -10,7 +10,6 @@ import eval as eval_script
 from attention import ATTENTIONS, Attention
 from evals import kernels as kernel_speed
 from evals.speed import live_tiles
-from mixers import trained_recipes
 
 
 @pytest.fixture
@@ -18,27 +17,18 @@ def speed(evaluate):
     return lambda *flags: evaluate("speed", "--dtype=float32", "--repeats=1", *flags)
 
 
-def test_every_recipe_is_timed_and_the_output_is_saved(speed, tmp_path):
-    found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", "--n_layer=1", "--n_embd=16", "--tokens=32",
-                  "--lengths=16,32")
+def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed, tmp_path):
+    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
+    found = speed("--attn=elastic,deltanet", f"--out={tmp_path / 'speed.json'}", "--n_layer=1", "--n_embd=16",
+                  "--tokens=32", "--lengths=16,32", "--memory=256,2048")
     for rows in found["lengths"].values():
-        assert set(rows) == {"softmax (sdpa)", "softmax (torch)"} | set(trained_recipes()) - {"softmax"}
+        assert set(rows) == {"softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
         assert all(row[name] > 0 for row in rows.values() for name in ("tokens_per_s", "step", "forward", "both"))
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
-    assert json.loads((tmp_path / "speed.json").read_text()) == found
-
-
-def test_measured_memory_grows_linearly_with_the_length_and_is_printed(speed, capsys):
-    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
-    flags = ("--attn=elastic", "--n_layer=1", "--n_embd=16", "--tokens=32", "--lengths=16", "--memory=256,2048")
-    found = speed(*flags)["memory_mb"]
-    assert found.keys() == {"softmax (sdpa)", "softmax (torch)", "elastic"}
-    for row in found.values():
+    for row in found["memory_mb"].values():
         below(row["2048"], 20 * row["256"])
         below(2 * row["256"], row["2048"])
-    eval_script.main(["speed", *flags, "--device=cpu", "--repeats=1"])
-    said = capsys.readouterr().out
-    assert all(words in said for words in ("cpu", "T=16, 2 sequences", "tokens/s", "(MiB)", "T=2048"))
+    assert json.loads((tmp_path / "speed.json").read_text()) == found
 
 
 @needs_triton
@@ -56,14 +46,13 @@ def test_the_kernels_are_timed_and_missing_ones_are_reported(names, speed, monke
 
 def test_sparse_focus_is_timed(speed):
     row = speed("--focus", "--lengths=150", "--n_head=1")["lengths"]["150"]
-    assert row["speed"].keys() == {"1 of 4", "2 of 4", "1 of 8", "2 of 8"}
-    assert min(row["full_ms"], *row["speed"].values()) > 0
+    assert {"1 of 4", "2 of 8"} < row["speed"].keys() and min(row["full_ms"], *row["speed"].values()) > 0
 
 
 def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
     """A key and its value take 1024 bytes: float32, two heads of width 64. The step adds a token to the cache."""
     few, many = speed("--decode", "--attn=all", "--lengths=40,256")["lengths"].values()
-    assert {"lazy", "focus (1 of 4 groups)", "titans"} <= few.keys() and "routing" not in few
+    assert {"lazy", "titans"} <= few.keys() and "routing" not in few
     assert all(number > 0 for rows in (few, many) for row in rows.values() for number in row.values())
     token = 2 * 2 * 64 * 4
     expected = {
@@ -78,16 +67,14 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
     assert many["softmax"]["layer"] == many["softmax"]["attend"] == 1
 
 
-def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, tmp_path, capsys):
+def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, capsys):
     flags = ("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150")
-    found = evaluate(*flags, f"--out={tmp_path / 'live.json'}")
-    assert json.loads((tmp_path / "live.json").read_text()) == found and found["tile"] == [64, 64]
-    for T in (16, 150):
-        layer, = found["lengths"][str(T)]       # without a kernel nothing is timed
+    found = evaluate(*flags)
+    for T in ("16", "150"):
+        layer, = found["lengths"][T]            # without a kernel nothing is timed
         assert layer["gain"] is None and 0 < layer["live"] <= 1
     eval_script.main([*flags, "--device=cpu"])
-    said = capsys.readouterr().out
-    assert str(elastic_run) in said and "T=16: tiles of 64 rows and keys" in said and "live tiles" in said
+    assert "T=16: tiles of 64 rows and keys" in capsys.readouterr().out
 
 
 def test_live_tiles_are_those_that_hold_a_weight():
