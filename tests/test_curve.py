@@ -1,4 +1,5 @@
 """eval.py curve: the weights of one row are those of the recipe's formula, also in docs/rules.html."""
+import dataclasses
 import json
 import math
 import random
@@ -15,7 +16,6 @@ from conftest import ROOT
 
 import attention
 import eval as eval_script
-from axes import rows
 from model import GPTConfig
 
 PAGE = ROOT / "docs/rules.html"
@@ -64,21 +64,13 @@ def recipe_weights(name, s, given):
         n_head=1, n_embd=64, block_size=64, attn=name, kernel="torch", attn_args=args), 0).double()
     learned = {key: s.new_tensor([value]) for key, value in given.items() if hasattr(layer, key)}
     layer.load_state_dict(learned, strict=False)
-    n, s, scale = s.new_full((1,), len(s)), s.view(1, 1, 1, -1), layer.choices["scale"].factor
-    if layer.config.qk_norm == "l2":            # then the page's scores are 6 times cosines
-        s = s / 6 * layer.sight.scale
-    if scale:
-        s = s * scale(layer, n)
-    t = rule.row_input(layer, n) if rule.row_input else None
     if "t" in given:
-        t = s.new_tensor(given["t"])
-    power = {"power": rule.power(layer.args)} if rule.power else {}
-    seen = torch.ones_like(s, dtype=torch.bool)
-    w = rule.weights(s, seen, t, **power)
-    share = rows.share_of_keys(layer, s, rule.statistic and rule.statistic(s, seen, w), n)
-    if share is None:
-        return w.flatten()
-    return torch.cat([w * share, 1 - share] if layer.has_extra_key else [w * share], -1).flatten()
+        layer.rule = dataclasses.replace(layer.rule, row_input=lambda layer, n: s.new_tensor(given["t"]))
+    q, k = s.new_zeros(1, 1, 1, 64), s.new_zeros(1, 1, len(s), 64)
+    q[..., 0] = 8                               # with keys of length 6, a score is six times a cosine
+    k[..., 0], k[..., 1] = s, (36 - s ** 2).sqrt()
+    w = layer.weights_of(q, k, s.new_zeros(1, 1, 64)).flatten()
+    return w.roll(-1) if layer.has_extra_key else w
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -87,7 +87,9 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
     flags = ["lab", "--attn=gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
              f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
     eval_script.main(flags)
-    first, found = capsys.readouterr().out, evaluate(*flags)
+    first = capsys.readouterr().out
+    eval_script.main([*flags, "--json"])
+    found = json.loads(capsys.readouterr().out)
     assert len(trainings) == 4 and "gated" in first and list(found["runs"]) == ["gated", "blind"]
     assert json.loads((tmp_path / "lab.json").read_text()) == found and (tmp_path / "lab.png").exists()
     metas = [meta(tmp_path / "runs" / f"gated-{seed}") for seed in (0, 1)]

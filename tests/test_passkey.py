@@ -69,19 +69,18 @@ def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch)
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
     trials = [make_trial(BYTES, 330, number) for number in range(6)]
     found = passkey.scores_of(gpt, Machine("cpu", "float32"), BYTES, trials, 4)
-    for trial in trials:                        # the answer is greedy, ten tokens
+    for trial, scores in zip(trials, found, strict=True):
+        # the answer is greedy, ten tokens
         ids = gpt.generate(torch.tensor([trial.prompt]), 10, temperature=0)[0, len(trial.prompt):]
         said.append((trial.key, BYTES.decode(ids.tolist())))
-    assert sorted(heard) == sorted(said)
-    for trial, scores in zip(trials, found, strict=True):
-        right, wrong = (gpt(torch.tensor([trial.prompt + ids]))[0].log_softmax(-1)[0, len(trial.prompt) - 1:-1]
-                        for ids in (trial.right, trial.wrong))          # (K, V)
-        own, other = (logs.gather(1, torch.tensor([*ids])[:, None])
-                      for logs, ids in ((right, trial.right), (wrong, trial.wrong)))
-        right, wrong = own.sum().item(), other.sum().item()
+        sums = []
+        for ids in (trial.right, trial.wrong):
+            logs = gpt(torch.tensor([trial.prompt + ids]))[0][0].log_softmax(-1)[len(trial.prompt) - 1:-1]
+            sums.append(logs.gather(1, torch.tensor([*ids])[:, None]).sum().item())
         assert scores["correct"] == (trial.key % 2 == 0)
-        close([scores[name] for name in ("log_likelihood", "gain")], [right, right - wrong], terms=16, size=-right,
+        close([scores["log_likelihood"], scores["gain"]], [sums[0], sums[0] - sums[1]], terms=16, size=-sums[0],
               dtype=torch.float32)
+    assert sorted(heard) == sorted(said)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9))
