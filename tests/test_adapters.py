@@ -49,16 +49,16 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     plain, one, other = (GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3))
     for model in (one, other):
         train_only(model, train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED))
-    logits, before = (lambda model: model(torch.arange(16)[None])[0]), plain(torch.arange(16)[None])[0]
-    a, b = (model.transformer.h[1].attn.c_proj.lora_a for model in (one, other))
-    same([a, logits(one)], [b, before])
-    assert not torch.equal(a, one.transformer.h[0].attn.c_proj.lora_a)
+    idx = torch.arange(16)[None]
+    first, a, b = (model.transformer.h[layer].attn.c_proj.lora_a for model, layer in ((one, 0), (one, 1), (other, 1)))
+    same([a, one(idx)[0]], [b, plain(idx)[0]])
+    assert not torch.equal(a, first)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))     # eight standard errors
     for n, (name, p) in enumerate(one.named_parameters()):
         if ".lora_" in name:
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
     plain.load_state_dict(merged(one.state_dict(), "here"))
-    close(logits(one), logits(plain))
+    close(one(idx)[0], plain(idx)[0])
 
     # only these matrices are trained, with weight decay
     decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups

@@ -22,20 +22,17 @@ PAGE = ROOT / "docs/rules.html"
 SHOWN = [name for name in attention.ATTENTIONS if name in (*attention.RULES, "sink", "tda")]
 
 
-def test_weights_equal_the_formulas_of_the_scores_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
-    eval_script.main(["curve", "softmax,elastic,softmax1,tda,diff2", "--keys=9", "--spread=3", "--json"])
+def test_a_row_has_its_extra_key_view_and_zeros_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
+    eval_script.main(["curve", "softmax1,tda,elastic", "--keys=9", "--spread=3", "--json"])
     found = json.loads(capsys.readouterr().out)
-    s, w = torch.tensor(found["scores"]), {name: torch.tensor(row["weights"]) for name, row in found["recipes"].items()}
-    close(s, torch.linspace(-3, 3, 9))
-    p = s.double().softmax(0)
-    close(w["softmax"], p, terms=9)
-    close(w["softmax1"], s.double().exp() / (1 + s.double().exp().sum()), terms=9)
-    close(w["tda"], (s.double() / 3 - math.sqrt(2 * math.log(9) / 64)).clamp(min=0) ** 2, terms=64)     # of cosines
-    close(w["diff2"], p, terms=9)
-    assert [name for name, row in found["recipes"].items() if row["view"] == "first"] == ["tda", "diff2"]
-    row, cut = (found["recipes"][name] for name in ("softmax1", "elastic"))
-    close(cut["zeros"], cut["weights"].count(0) / 9)
+    s, (row, tda, cut) = torch.tensor(found["scores"]).double(), found["recipes"].values()
+    close(s, torch.linspace(-3, 3, 9).double())
+    close(torch.tensor(row["weights"]), s.exp() / (1 + s.exp().sum()), terms=9)
     close(row["on_keys"] + row["extra"], 1, terms=9, dtype=torch.float32)
+    first_view = (s / 3 - math.sqrt(2 * math.log(9) / 64)).clamp(min=0) ** 2            # of cosines
+    close(torch.tensor(tda["weights"]), first_view, terms=64)
+    assert (row["view"], tda["view"]) == (None, "first")
+    close(cut["zeros"], cut["weights"].count(0) / 9)
     eval_script.main(["curve", "all", f"--png={tmp_path / 'curve.png'}"])
     said = capsys.readouterr().out.replace(",", "").split()
     assert all(name in said for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes)

@@ -56,18 +56,15 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
     as_is, zero, hide = (losses_with(change, gpt, rows, machine).double() for change in (
         unchanged, value_zeroed(every_head(gpt)), key_hidden))
     trigger, late = torch.isin(rows[:, :-1], torch.tensor(about["triggers"])), torch.arange(T) >= 8
-    excess, means = as_is - lab_figures.true_process(rows, about)[0], {}
-    for kind, counted in (("idle", late & ~trigger), ("copy", late & trigger), ("all", torch.ones_like(trigger))):
+    excess = as_is - lab_figures.true_process(rows, about)[0]
+    expected = {"excess_loss": excess.mean(), "zero_cost": (zero - as_is).mean(), "hide_cost": (hide - as_is).mean()}
+    for kind, counted in (("_idle", late & ~trigger), ("_copy", late & trigger), ("", torch.ones_like(trigger))):
         probe = Probe()
         in_every_layer(lambda *seen, probe=probe, counted=counted: probe.see(*seen, counted=counted), gpt, rows[:, :-1])
-        means[kind] = {name: torch.as_tensor(value).double().mean() for name, value in probe.result().items()}
-        means[kind]["excess"] = excess[counted].mean()
-    expected = {f"{name}_{kind}": means[kind][name] for kind in ("idle", "copy") for name in (
-        "excess", "sink", "share", "row_mass", "extra", "times_uniform")}
-    expected |= {name: means["all"][name] for name in (
-        "sparsity", "empty_rows", "sink_eps", "extra_eps", "value_norm_ratio")}
-    expected |= {"excess_loss": means["all"]["excess"], "zero_cost": (zero - as_is).mean(),
-                 "hide_cost": (hide - as_is).mean()}
+        means = {"excess": excess[counted].mean()} | probe.result()
+        names = "excess sink share row_mass extra times_uniform" if kind else (
+            "sparsity empty_rows sink_eps extra_eps value_norm_ratio")
+        expected |= {name + kind: torch.as_tensor(means[name]).double().mean() for name in names.split()}
     expected = {name: value.item() for name, value in expected.items() if not value.isnan()}
     assert attn == "sink" or "extra_eps" not in expected                # only the sink has an extra key
     close(found, expected, size=as_is.max().item(), dtype=torch.float32)

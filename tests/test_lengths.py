@@ -4,11 +4,8 @@ import pytest
 import torch
 from bounds import close
 from conftest import meta
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data import tokens
-from evals import lengths
 from evals.instrument import load_run
 
 
@@ -56,13 +53,6 @@ def test_rope_is_stretched_beyond_the_base_row_only(look, evaluate, elastic_run,
     longest = evaluate("loss", f"--out_dir={elastic_run}", "--length=64", "--windows=5", stretch)["loss"]
     assert found[-1]["loss"] != plain[-1]["loss"]
     close_losses([found[-1]["loss"], found[-1]["more"]], [longest, longest - base])
-
-
-@given(st.integers(1, 9), st.integers(1, 99))
-def test_two_bins_end_for_each_halving_of_the_longest_length(halvings, odd):
-    ends = lengths.bin_ends(odd << halvings)
-    assert ends[0] == 1 and ends == sorted(set(ends))
-    assert {round(odd * 2 ** (n / 2)) for n in range(2 * halvings + 1)} == {end for end in ends if end >= odd}
 
 
 def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings):

@@ -32,11 +32,9 @@ LAMBDAS = {f"lambda_{name}": [value] * 8 for name, value in (("q1", 0.1), ("k1",
 FIGURES = [
     ("elastic", {"tau": [0.25, -3.5]}, {"tau": [0.25, -3.5]}),
     ("k_bias", {"sink_key": VECTORS}, {"|sink_key|": [5, math.sqrt(8)]}),
-    ("v_bias", {"value_bias": VECTORS}, {"|value_bias|": [5, math.sqrt(8)]}),
     ("kv_bias", "value_norm=7", {"|sink_value|": [7, 7]}),
     ("dex", {"dex_lambda": [0.5]}, {"dex_lambda": [0.5]}),
     ("entmax", "alpha=learned", {"alpha": [1.5, 1.5]}),
-    ("ssmax", {"sigma": [0.5, 2.0]}, {"sharpness": [0.5 * math.log(16), 2 * math.log(16)]}),
     ("asentmax", {"scale_beta": [0.5, 1.0], "scale_gamma": [0.0, -1.0]}, {"sharpness": [1.5, 1 + 1 / math.log(17)]}),
     ("tda", {"lambda_logit": [0.0, 2.0]}, {"lambda": [0.5, SIGMOID_2]}),
     ("diff", LAMBDAS, {"lambda": [math.exp(0.4) - math.exp(0.4) + 0.2]}),                   # Ye et al. eq. 3

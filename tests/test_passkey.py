@@ -50,12 +50,11 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
     trials = [make_trial(BYTES, 300, number, SEED) for number in range(200)]
-    assert trials[7] == make_trial(BYTES, 300, 7, SEED)
-    others = [make_trial(BYTES, 301, 7, SEED), make_trial(BYTES, 300, 7, SEED + 1)]
-    assert len({trial.key for trial in [*trials[6:8], *others]}) == 4
-    keys, depths = [t.key for t in trials], [t.depth for t in trials]
-    for values, most in ((keys, 50_000), (depths, 1)):                  # in each fifth, up to six standard errors
-        below(torch.tensor(np.histogram(values, 5, (0, most))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
+    others = [make_trial(BYTES, *args) for args in ((301, 7, SEED), (300, 7, SEED + 1))]
+    assert trials[7] == make_trial(BYTES, 300, 7, SEED) and trials[7].key not in [trial.key for trial in others]
+    for values, most in (([t.key for t in trials], 50_000), ([t.depth for t in trials], 1)):
+        counts = np.histogram(values, 5, (0, most))[0]                  # in each fifth, up to six standard errors
+        below(torch.tensor(counts - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
 
 
 def test_an_answer_is_right_as_text_or_as_a_number():
@@ -87,7 +86,7 @@ def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch)
 def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_text(rows):
     found = passkey.summary(500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows])
     parts = [[value for depth, value in rows if i <= 5 * depth < i + 1] for i in range(5)]
-    for group, values in ((found, [value for _, value in rows]), *zip(found["by_depth"], parts, strict=True)):
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    for group, part in zip([found, *found["by_depth"]], [[value for _, value in rows], *parts], strict=True):
+        error = statistics.stdev(part) / math.sqrt(len(part)) if part[1:] else None
         close([group[name] for name in ("trials", "gain", "gain_error")],
-              [len(values), statistics.mean(values) if values else None, error], size=3.0)
+              [len(part), statistics.mean(part) if part else None, error], size=3.0)

@@ -73,6 +73,11 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
 @torch.no_grad()
 def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
     gpt, streams = GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval(), [Stream() for _ in range(4)]
+    entering, after_norm = [], []
+    for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
+        module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
+    for block in gpt.transformer.h:
+        block.attn.register_forward_pre_hook(lambda module, inputs: after_norm.append(inputs[0]))
 
     def look(attend, layer, module, q, k, v, x, table):
         streams[layer].see(module, q, k, v, x)
@@ -80,13 +85,8 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
 
     with instead(gpt, look), watching(gpt, lambda l, h: streams[l].see_hidden(h, gpt.ahead)):
         gpt(token_ids(3, 16))
-    found, entering, after_norm = [stream.result() for stream in streams], [], []
-    for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
-        module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
-    for block in gpt.transformer.h:
-        block.attn.register_forward_pre_hook(lambda module, inputs: after_norm.append(inputs[0]))
-    gpt(token_ids(3, 16))
+    found = [stream.result()["positions"] for stream in streams]
     for name, inputs, places in ("hidden_norm", entering, found), ("input_norm", after_norm, found[:3]):
         for place, x in zip(places, inputs, strict=True):
-            close(torch.tensor(place["positions"][name]), x.norm(dim=-1).mean(0), terms=16)
-    assert list(found[-1]["positions"]) == ["hidden_norm", "hidden_var"]
+            close(torch.tensor(place[name]), x.norm(dim=-1).mean(0), terms=16, dtype=torch.float32)
+    assert list(found[-1]) == ["hidden_norm", "hidden_var"]
