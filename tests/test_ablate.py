@@ -1,6 +1,4 @@
 """evals/ablate.py removes parts of a model's attention and measures how much the loss rises."""
-import math
-
 import bounds
 import pytest
 import torch
@@ -56,18 +54,23 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_a
     assert not torch.equal(to_later, to_all)
 
 
-def test_an_output_is_zeroed_after_gate_and_norm_and_a_hidden_key_has_no_weight():
-    for attn in ("gated", "rela", "v_bias"):
-        module, _, output = first_layer(attn=attn)
-        o, before = output(output_zeroed(last_head(module))), output(unchanged)
-        same([o[:, 0], o[:, 1]], [before[:, 0], torch.zeros_like(o[:, 1])])
-        same(output(output_zeroed(last_head(module)), layer=1), before)                     # a head of another layer
-    for attn in ("softmax", "elastic", "sink_token"):
-        module, (q, k, v, x, table), output = first_layer(attn=attn)
-        with torch.no_grad():
-            w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
-        assert not w[:, :, module.ahead + 1:, module.ahead].any()
-        close(output(key_hidden), w @ v, terms=16)
+@pytest.mark.parametrize("attn", ["gated", "rela", "v_bias"])
+def test_an_output_is_zeroed_after_gate_and_norm(attn):
+    module, _, output = first_layer(attn=attn)
+    change, before = output_zeroed(last_head(module)), output(unchanged)
+    expected = before.clone()
+    expected[:, -1] = 0
+    same(output(change), expected)
+    same(output(change, layer=1), before)       # a head of another layer
+
+
+@pytest.mark.parametrize("attn", ["softmax", "elastic", "sink_token"])
+def test_a_hidden_key_has_no_weight(attn):
+    module, (q, k, v, x, table), output = first_layer(attn=attn)
+    with torch.no_grad():
+        w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
+    assert not w[:, :, module.ahead + 1:, module.ahead].any()
+    close(output(key_hidden), w @ v, terms=16)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 20), st.integers(0, 9))
@@ -88,13 +91,6 @@ def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(lay
         assert best(counts > counts.min(), ordered[:, min(counts.min(), heads - 1)])
 
 
-def test_the_error_is_that_of_paired_differences():
-    added = torch.tensor([[1.0, 2, 3, 6], [3, 2, 5, 2]], dtype=torch.float64)               # two draws, four windows
-    expected = {"loss_change": 3, "standard_error": math.sqrt(4 / 3) / 2, "over_draws": 0}  # of 2, 2, 4, 4
-    close(ablate.mean_and_errors(added), expected, size=6)
-    assert ablate.mean_and_errors(added[:1, :1]) == {"loss_change": 1, "standard_error": None, "over_draws": None}
-
-
 @pytest.mark.parametrize("attn", ["softmax", "sink_token", "diff2"])
 def test_costs_are_differences_of_the_losses_of_windows(attn):
     gpt, rows = lively(attn=attn), token_ids(3, 17)
@@ -102,10 +98,13 @@ def test_costs_are_differences_of_the_losses_of_windows(attn):
     changes = {"0 % of heads zero": unchanged, "100 % of heads zero": output_zeroed(every),
                "first key hidden": key_hidden, "first value zero": value_zeroed(every, 0, False),
                "value at 8 zero": value_zeroed(every, 8, False), "and also in its own row": value_zeroed(every)}
-    losses = {what: ablate.window_losses(changes[what], gpt, rows, MACHINE, 3).mean().item() for what in changes}
+    losses = {what: ablate.window_losses(change, gpt, rows, MACHINE, 3) for what, change in changes.items()}
     before, found = losses["0 % of heads zero"], ablate.ablations(torch.rand(every.shape), 0.5, [0, 100])
     for line in ablate.costs(found, gpt, rows, MACHINE, 2)["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
-            close(line["loss_change"], losses[line["what"]] - before, terms=4, size=before, dtype=torch.float32)
+            more = losses[line["what"]] - before                        # of three windows
+            close([line["loss_change"], line["standard_error"]], [more.mean().item(), more.std().item() / 3 ** 0.5],
+                  terms=4, size=before.mean().item(), dtype=torch.float32)
+        assert (line["over_draws"] is None) == (line["where"] != "random")
     # in rows that are not normalised, a hidden key is like one of value 0
-    assert attn != "softmax" or len(set(losses.values())) == len(losses)
+    assert attn != "softmax" or len({loss.mean().item() for loss in losses.values()}) == len(losses)

@@ -30,9 +30,6 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
     as_it_is, added = loss(out_dir=base), loss("--attn=elastic", out_dir=base)
     for flags in (["--pos=none"], ["--attn=streaming", "--window=4", "--first=1"]):
         assert loss(*flags, out_dir=base) != as_it_is
-    both = evaluate("loss", f"--out_dir={base}", "--windows=4", "--attn=softmax,window", "--window=3")
-    assert {name: numbers["loss"] for name, numbers in both.items()} == {
-        f"{base} --attn=softmax": as_it_is, f"{base} --attn=window --window=3": loss("--window=3", out_dir=base)}
     for flags in (["--attn=elastic", "--attn_args=tau_init=0"], ["--attn=window", "--window=16"]):
         close(loss(*flags, out_dir=base), as_it_is, terms=4, dtype=torch.float32)
     eval_script.main(["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"])
@@ -110,10 +107,10 @@ def test_a_job_that_fails_stops_no_other(workers, capsys):
 
 
 def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):
-    """Otherwise autocast would convert them at every pass."""
+    """Otherwise autocast would convert them at every pass. The logits do not change."""
     half, whole = (load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32"))
-    kinds = {p.dtype for name, p in half.named_parameters() if p.dim() > 1 and ".h." in name}
-    assert kinds == {torch.bfloat16} and half.transformer.wte.weight.dtype == torch.float32
+    for name, p in half.named_parameters():
+        assert (p.dtype == torch.bfloat16) == (p.dim() > 1 and ".h." in name)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         same(half(token_ids(2, 16))[0], whole(token_ids(2, 16))[0])
 

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bounds import close, same
+from bounds import close
 from conftest import RECIPES, enliven, tiny_config
-from layers import in_every_layer, normal
+from layers import in_every_layer
 
 from common.machine import Machine
 from data import tokens
 from evals import params
-from evals.params import Params, bias_by_distance, figures
+from evals.params import Params, figures
 from model import GPT
 
 
@@ -30,7 +30,6 @@ VECTORS = [[3, 4] + [0] * 6, [1] * 8]                                   # of nor
 LAMBDAS = {f"lambda_{name}": [value] * 8 for name, value in (("q1", 0.1), ("k1", 0.5), ("q2", 0.2), ("k2", 0.25))}
 # recipe, parameters or --attn_args, the figures of its two heads. For an input of zeros, biases alone give the numbers
 FIGURES = [
-    ("elastic", {"tau": [0.25, -3.5]}, {"tau": [0.25, -3.5]}),
     ("k_bias", {"sink_key": VECTORS}, {"|sink_key|": [5, math.sqrt(8)]}),
     ("kv_bias", "value_norm=7", {"|sink_value|": [7, 7]}),
     ("dex", {"dex_lambda": [0.5]}, {"dex_lambda": [0.5]}),
@@ -55,10 +54,11 @@ def test_known_parameters_give_known_figures(attn, given, expected):
     close(found, expected, terms=8, size=8.0, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("gate", ["head", "element"])
-def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_opening(gate, data):
-    """On data, a gate equals the linear layer written out. For an input of zeros, it is half open."""
-    gpt = GPT(tiny_config(attn="lazy", gate=gate, vocab_size=257, n_layer=2)).eval()
+@pytest.mark.parametrize("gate, bias_range", [("head", 4), ("element", 40)])
+def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_opening(gate, bias_range, data):
+    """Distance biases are those of the table, up to block_size. On data, a gate equals the linear layer written out.
+    For an input of zeros, it is half open."""
+    gpt = GPT(tiny_config(attn="lazy", gate=gate, bias_range=bias_range, vocab_size=257, n_layer=2)).eval()
     enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
     split, now = tokens.Tokens(data, "val"), {}
@@ -73,15 +73,6 @@ def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_openin
     table = gpt.transformer.h[0].attn.table
     close(torch.tensor(numbers["distance_bias"]["now"][0]), table[:, :16].detach())
     assert "gate  the gate on" in text
-
-
-def test_the_distance_bias_is_what_is_added_to_the_scores():
-    for bias_range in (4, 40):
-        module = layer(attn="lazy", bias_range=bias_range)
-        module.table.data.copy_(normal(2, bias_range))
-        curve, added = bias_by_distance(module), module.distance().bias(16, 16)
-        assert curve.shape == (2, min(16, bias_range))
-        same(added[:, 15].flip(-1), torch.cat([curve, torch.zeros(2, 16 - curve.shape[1])], 1))
 
 
 @pytest.mark.parametrize("attn", RECIPES)

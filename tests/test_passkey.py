@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.machine import Machine
 from data import tokens
-from evals import passkey
+from evals import likelihood, passkey
 from evals.instrument import load_run
 from evals.passkey import is_correct, make_trial, prompt_text
 
@@ -62,22 +62,18 @@ def test_an_answer_is_right_as_text_or_as_a_number():
     assert not any(is_correct(text, 123) for text in ("1234", "45, 123", "none"))
 
 
-@torch.no_grad()
-def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch):
-    gpt, heard, said = load_run(elastic_run, "cpu")[0].double(), [], []
+def test_scores_are_those_of_the_answers_one_by_one(elastic_run, monkeypatch):
+    """test_bench.py has the likelihoods of answers."""
+    gpt, machine, heard, said = load_run(elastic_run, "cpu")[0].double(), Machine("cpu", "float32"), [], []
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
     trials = [make_trial(BYTES, 330, number) for number in range(6)]
-    found = passkey.scores_of(gpt, Machine("cpu", "float32"), BYTES, trials, 4)
-    for trial, scores in zip(trials, found, strict=True):
-        # the answer is greedy, ten tokens
-        ids = gpt.generate(torch.tensor([trial.prompt]), 10, temperature=0)[0, len(trial.prompt):]
-        said.append((trial.key, BYTES.decode(ids.tolist())))
-        sums = []
-        for ids in (trial.right, trial.wrong):
-            logs = gpt(torch.tensor([trial.prompt + ids]))[0][0].log_softmax(-1)[len(trial.prompt) - 1:-1]
-            sums.append(logs.gather(1, torch.tensor([*ids])[:, None]).sum().item())
+    for trial, scores in zip(trials, passkey.scores_of(gpt, machine, BYTES, trials, 4), strict=True):
+        ids, = likelihood.generated(gpt, machine, [trial.prompt], 1, 10, temperature=0)     # ten tokens, greedily
+        said.append((trial.key, BYTES.decode(ids)))
+        right, wrong = (likelihood.answers(gpt, machine, [(trial.prompt + ids, len(ids))], 1)[0].loglik
+                        for ids in (trial.right, trial.wrong))
         assert scores["correct"] == (trial.key % 2 == 0)
-        close([scores["log_likelihood"], scores["gain"]], [sums[0], sums[0] - sums[1]], terms=16, size=-sums[0],
+        close([scores["log_likelihood"], scores["gain"]], [right, right - wrong], terms=16, size=-right,
               dtype=torch.float32)
     assert sorted(heard) == sorted(said)
 

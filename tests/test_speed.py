@@ -62,23 +62,15 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
         "sparq": 257 * token // 8 + 32 * token,                         # a quarter of the keys' components
         "quest": 16 * token + 17 * token}       # 16 bounds; a whole page, and one of one key
     assert {name: many[name]["bytes"] for name in expected} == expected
-    assert (few["softmax"]["bytes"], few["retnet"]["bytes"]) == (41 * token, expected["retnet"])
+    assert few["softmax"]["bytes"] == 41 * token
     assert 128 * token < many["focus (1 of 4 groups)"]["bytes"] < many["focus"]["bytes"]
     assert many["softmax"]["layer"] == many["softmax"]["attend"] == 1
 
 
-def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, capsys):
-    flags = ("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150")
-    found = evaluate(*flags)
-    for T in ("16", "150"):
-        layer, = found["lengths"][T]            # without a kernel nothing is timed
-        assert layer["gain"] is None and 0 < layer["live"] <= 1
-    eval_script.main([*flags, "--device=cpu"])
+def test_live_tiles_of_a_trained_run_are_printed_and_hold_a_weight(elastic_run, capsys):
+    eval_script.main(["speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16", "--device=cpu"])
     assert "T=16: tiles of 64 rows and keys" in capsys.readouterr().out
-
-
-def test_live_tiles_are_those_that_hold_a_weight():
-    """Only keys 0..63 have weights. Each row of tiles has one to three, and one of them is live."""
+    # only keys 0..63 have weights: each row of tiles has one to three, and one of them is live
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
     k[:, :, :64] = 1

@@ -207,32 +207,27 @@ def converted(source, out):
     return load_run(out, "cpu")[0]
 
 
-@pytest.mark.parametrize("config, generation, special, separator, ends", [      # special: from id 2
-    ({"bos_token_id": None, "eos_token_id": [7, 8]}, {}, ["[INST]"], 7, [7, 8]),
-    ({}, {"eos_token_id": [3, 2]}, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], 2, [2, 3, 4])])
-def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_for_bit(
-        config, generation, special, separator, ends, tmp_path):
+def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_for_bit(tmp_path):
     """A run may be converted again."""
     hub, run, back = tmp_path / "hub", tmp_path / "run", tmp_path / "back"
-    theirs = saved(CONFIGS["llama"] | config, hub, torch.bfloat16, max_shard_size="10KB")
-    files.write_json(hub / "generation_config.json", generation)
+    ids = {"bos_token_id": None, "eos_token_id": [7, 8]}
+    theirs = saved(CONFIGS["llama"] | ids, hub, torch.bfloat16, max_shard_size="10KB")
+    files.write_json(hub / "generation_config.json", {"eos_token_id": [9, 8]})
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    added = [plain | {"id": 2 + i, "content": spelling} for i, spelling in enumerate(special)]
+    added = [plain | {"id": 2 + i, "content": f"<|im_{name}|>"} for i, name in enumerate(("start", "end", "sep"))]
     files.write_json(hub / "tokenizer.json", SPEECH | {"added_tokens": added})
     (hub / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
     (hub / "chat_template.jinja").write_text("{{ messages }}")
     ours, found = converted(hub, run), meta(run)
-    assert found["source"] == {
-        "name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "bfloat16",
-        "instruction_tuned": True, "bos_token_id": 1, "eos_token_id": 2} | config
-    assert [found[key] for key in ("tokenizer", "separator", "ends")] == ["hub", separator, ends]
+    assert found["source"] == ids | {
+        "name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "bfloat16", "instruction_tuned": True}
+    assert (found["tokenizer"], found["separator"], {*found["ends"]}) == ("hub", 7, {3, 7, 8, 9})
     assert_same_logits(ours, exact(theirs))
-    assert {value.dtype for value in weights(run).values()} == {torch.bfloat16}
     convert.main(["export", str(run), str(back)])
-    assert files.read_json(back / "config.json").items() >= config.items()
+    assert files.read_json(back / "config.json").items() >= ids.items()
     for _ in range(2):
         converted(back, tmp_path / "again")
-    same(weights(tmp_path / "again"), weights(run))
+    same(weights(tmp_path / "again"), weights(run))                     # their data type is the same as well
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
