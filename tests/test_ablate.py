@@ -45,7 +45,7 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_a
     chosen, own = last_head(module), module.ahead + 3
     before, to_all, to_later = map(output, (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, False)))
     with torch.no_grad():
-        w = module.weights_of(q, k, x, table)[:, -1, :, -v.shape[2]:]                       # (B, T, T)
+        w = module.weights_of(q, k, x, table)[:, -1, :, -v.shape[2]:]       # (B, T, T)
     expected = before.clone()
     expected[:, -1] -= w[..., own, None] * v[:, -1, None, own]
     close(to_all, expected, terms=16, size=before.abs().max().item())
@@ -86,7 +86,8 @@ def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(lay
     for most, value in (("most sink", alpha), ("least sink", -alpha)):
         (overall,), (spread,) = found[most], evenly[f"{most} of each layer"]
         counts, ordered = spread.sum(1), value.sort(1, descending=True)[0]
-        assert best(overall, value) and all(map(best, spread, value)) and counts.max() - counts.min() <= 1
+        assert best(overall, value) and all(map(best, spread, value))
+        assert counts.max() - counts.min() <= 1
         # the next head of a layer that got one more is better than that of a layer that did not
         assert best(counts > counts.min(), ordered[:, min(counts.min(), heads - 1)])
 
@@ -98,13 +99,15 @@ def test_costs_are_differences_of_the_losses_of_windows(attn):
     changes = {"0 % of heads zero": unchanged, "100 % of heads zero": output_zeroed(every),
                "first key hidden": key_hidden, "first value zero": value_zeroed(every, 0, False),
                "value at 8 zero": value_zeroed(every, 8, False), "and also in its own row": value_zeroed(every)}
-    losses = {what: ablate.window_losses(change, gpt, rows, MACHINE, 3) for what, change in changes.items()}
+    losses = {what: ablate.window_losses(change, gpt, rows, MACHINE, 3)
+              for what, change in changes.items()}
     before, found = losses["0 % of heads zero"], ablate.ablations(torch.rand(every.shape), 0.5, [0, 100])
     for line in ablate.costs(found, gpt, rows, MACHINE, 2)["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
             more = losses[line["what"]] - before                        # of three windows
-            close([line["loss_change"], line["standard_error"]], [more.mean().item(), more.std().item() / 3 ** 0.5],
-                  terms=4, size=before.mean().item(), dtype=torch.float32)
+            expected = [more.mean().item(), more.std().item() / 3 ** 0.5]
+            close([line["loss_change"], line["standard_error"]], expected, terms=4,
+                  size=before.mean().item(), dtype=torch.float32)
         assert (line["over_draws"] is None) == (line["where"] != "random")
     # in rows that are not normalised, a hidden key is like one of value 0
     assert attn != "softmax" or len({loss.mean().item() for loss in losses.values()}) == len(losses)

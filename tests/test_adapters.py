@@ -15,8 +15,9 @@ from model import GPT
 from pretrained import export
 from training.weights import num_trained, train_only
 
-SHORT = """--max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4 --warmup_iters=2
-           --lr_decay_iters=8 --learning_rate=5e-2 --device=cpu --dtype=float32""".split()
+SHORT = """--max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4
+           --warmup_iters=2 --lr_decay_iters=8 --learning_rate=5e-2 --device=cpu
+           --dtype=float32""".split()
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
 
@@ -50,7 +51,8 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     for model in (one, other):
         train_only(model, train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED))
     idx = torch.arange(16)[None]
-    first, a, b = (model.transformer.h[layer].attn.c_proj.lora_a for model, layer in ((one, 0), (one, 1), (other, 1)))
+    first, a, b = (model.transformer.h[layer].attn.c_proj.lora_a
+                   for model, layer in ((one, 0), (one, 1), (other, 1)))
     same([a, one(idx)[0]], [b, plain(idx)[0]])
     assert not torch.equal(a, first)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))     # eight standard errors

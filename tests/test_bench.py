@@ -78,12 +78,10 @@ def words(least, most):
     return " ".join(np.random.choice(TEXT.split(), np.random.randint(least, most)))
 
 
-@torch.no_grad()
 def loglik(gpt, before, after):
     """The log-likelihood of the ids `after` after `before`, of which the last that fit are read."""
-    ids = torch.tensor([(before + after)[-LENGTH - 1:]])
-    logs = gpt(ids[:, :-1])[0][0].log_softmax(-1).gather(1, ids[0, 1:, None])
-    return logs[-len(after):].sum().item()
+    request = (before + after)[-LENGTH - 1:], len(after)
+    return likelihood.answers(gpt, Machine("cpu", "float32"), [request], 1)[0].loglik
 
 
 def test_continuations_and_texts_longer_than_a_window_have_their_log_likelihoods(bench, lively):
@@ -91,7 +89,8 @@ def test_continuations_and_texts_longer_than_a_window_have_their_log_likelihoods
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     rows, sums = [{"q": words(1, 30), "a": words(1, 5)} for _ in range(9)], []
     for row in rows:
-        before, both = (coder.encode(text).tolist() for text in (row["q"], f"{row['q']} {row['a']}"))
+        before, both = (coder.encode(text).tolist()
+                        for text in (row["q"], f"{row['q']} {row['a']}"))
         sums.append(loglik(gpt, before, both[len(before):]))
     found = bench(rows, ["perplexity"], output_type="loglikelihood", doc_to_text="{{q}}",
                   doc_to_target="{{' ' + a}}")

@@ -15,7 +15,8 @@ from evals.measures import printed
 def test_each_recipe_takes_its_best_rate_and_a_failure_stops_no_other(
         tmp_path, data, monkeypatch, capsys, evaluate):
     monkeypatch.setattr(board, "SPEED", (*board.SPEED, "--repeats=1"))
-    small = "--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 --eval_iters=1 --device=cpu"
+    small = ("--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 "
+             "--eval_iters=1 --device=cpu")
     flags = ["board", "--attn=softmax,diff", "--seeds=2", "--rates=2e-3,0.9", "--json",
              f"--out_dir={tmp_path}", f"--dataset={data}", f"--train_args={small}"]
     eval_script.main(flags)
@@ -42,7 +43,8 @@ def rows():
     for name, bits, density, speed, kib in (
             ("softmax", 2, 0.6, 1, 64), ("elastic", 1.5, 0.1, 0.5, None), ("gone", 0, 0.6, 1, 1)):
         for seed in (2, 3):
-            found[name, 0.004, seed] = {"bits": bits + seed, "sink": 0.4, "density": density, "2x": None}
+            found[name, 0.004, seed] = {
+                "bits": bits + seed, "sink": 0.4, "density": density, "2x": None}
         found[name, 0.008, 2] = {"bits": 0.5}
         found |= {(name, 0.004, 1): {"val": 1.0}, (name, 0.008, 1): {"val": 1.5}}
         found[name, None, None] = {"speed": speed, "kib": kib}
@@ -81,7 +83,8 @@ def test_students_t_is_that_of_the_tables():
 def test_the_pages_have_the_numbers_of_the_rows(page, mark, count):
     """But for equal time, which the command does not compute."""
     table = table_of(read_rows(ROOT / "results/board.json"))
-    text = (ROOT / page).read_text(encoding="utf-8").split(f"<!-- {mark} python eval.py board -->\n\n")[1]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text.split(f"<!-- {mark} python eval.py board -->\n\n")[1]
     head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")]
                        for line in text.split("\n\n")[0].splitlines())
     assert len(lines) == (count or len(table))

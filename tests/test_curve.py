@@ -22,7 +22,8 @@ PAGE = ROOT / "docs/rules.html"
 SHOWN = [name for name in attention.ATTENTIONS if name in (*attention.RULES, "sink", "tda")]
 
 
-def test_a_row_has_its_extra_key_view_and_zeros_and_every_recipe_without_a_mixer_is_drawn(tmp_path, capsys):
+def test_a_row_has_its_extra_key_view_and_zeros_and_every_recipe_without_a_mixer_is_drawn(
+        tmp_path, capsys):
     eval_script.main(["curve", "softmax1,tda,elastic", "--keys=9", "--spread=3", "--json"])
     found = json.loads(capsys.readouterr().out)
     s, (row, tda, cut) = torch.tensor(found["scores"]).double(), found["recipes"].values()
@@ -62,9 +63,10 @@ def recipe_weights(name, s, given):
     learned = {key: s.new_tensor([value]) for key, value in given.items() if hasattr(layer, key)}
     layer.load_state_dict(learned, strict=False)
     if "t" in given:
-        layer.rule = dataclasses.replace(layer.rule, row_input=lambda layer, n: s.new_tensor(given["t"]))
+        t = s.new_tensor(given["t"])
+        layer.rule = dataclasses.replace(layer.rule, row_input=lambda layer, n: t)
     q, k = s.new_zeros(1, 1, 1, 64), s.new_zeros(1, 1, len(s), 64)
-    q[..., 0] = 8                               # with keys of length 6, a score is six times a cosine
+    q[..., 0] = 8                               # keys have length 6: a score is six times a cosine
     k[..., 0], k[..., 1] = s, (36 - s ** 2).sqrt()
     w = layer.weights_of(q, k, s.new_zeros(1, 1, 64)).flatten()
     return w.roll(-1) if layer.has_extra_key else w

@@ -32,9 +32,11 @@ def test_agreement_is_the_largest_share_that_a_renaming_of_the_groups_makes_equa
     close(agreement(one, other, K), max((name[one] == other).mean() for name in names))
 
 
-def test_the_numbers_equal_those_from_each_layers_shares(evaluate, focus_run, data, tmp_path, capsys):
+def test_the_numbers_equal_those_from_each_layers_shares(
+        evaluate, focus_run, data, tmp_path, capsys):
     """Compared with itself, a run has stability 1."""
-    flags = ("groups", f"--out_dir={focus_run}", f"--against={focus_run}", "--windows=5", "--batch_size=2")
+    flags = ("groups", f"--out_dir={focus_run}", f"--against={focus_run}", "--windows=5",
+             "--batch_size=2")
     found = evaluate(*flags)
     split = tokens.Tokens(data, "val")
     idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 16, 257))

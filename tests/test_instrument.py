@@ -126,9 +126,11 @@ def test_runs_are_named_by_patterns_and_lists_and_each_once(elastic_run, tmp_pat
     "probe --windows=2 --all", "probe --windows=2 --lengths=4,8,16", "heads --windows=2 --cost",
     "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
     "passkey --lengths=300 --trials=2"])
-def test_every_instrument_draws_one_run_or_several(command, elastic_run, toy_run, data, tmp_path, capsys):
+def test_every_instrument_draws_one_run_or_several(
+        command, elastic_run, toy_run, data, tmp_path, capsys):
     for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}")):
-        flags = [*command.split(), f"--out_dir={out_dir}", "--device=cpu", f"--png={tmp_path}/{number}"]
+        flags = [*command.split(), f"--out_dir={out_dir}", "--device=cpu",
+                 f"--png={tmp_path}/{number}"]
         if out_dir == elastic_run and command.startswith("heads"):
             flags.append(f"--against={data}")   # which has no ids of the other run
         eval_script.main(flags)

@@ -1,6 +1,7 @@
 """eval.py lab: the exact loss, every figure of a random model, and the command."""
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -57,14 +58,18 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
         unchanged, value_zeroed(every_head(gpt)), key_hidden))
     trigger, late = torch.isin(rows[:, :-1], torch.tensor(about["triggers"])), torch.arange(T) >= 8
     excess = as_is - lab_figures.true_process(rows, about)[0]
-    expected = {"excess_loss": excess.mean(), "zero_cost": (zero - as_is).mean(), "hide_cost": (hide - as_is).mean()}
-    for kind, counted in (("_idle", late & ~trigger), ("_copy", late & trigger), ("", torch.ones_like(trigger))):
+    expected = {"excess_loss": excess.mean(), "zero_cost": (zero - as_is).mean(),
+                "hide_cost": (hide - as_is).mean()}
+    for kind, counted in (("_idle", late & ~trigger), ("_copy", late & trigger),
+                          ("", torch.ones_like(trigger))):
         probe = Probe()
-        in_every_layer(lambda *seen, probe=probe, counted=counted: probe.see(*seen, counted=counted), gpt, rows[:, :-1])
+        see = partial(probe.see, counted=counted)
+        in_every_layer(see, gpt, rows[:, :-1])
         means = {"excess": excess[counted].mean()} | probe.result()
         names = "excess sink share row_mass extra times_uniform" if kind else (
             "sparsity empty_rows sink_eps extra_eps value_norm_ratio")
-        expected |= {name + kind: torch.as_tensor(means[name]).double().mean() for name in names.split()}
+        expected |= {name + kind: torch.as_tensor(means[name]).double().mean()
+                     for name in names.split()}
     expected = {name: value.item() for name, value in expected.items() if not value.isnan()}
     assert attn == "sink" or "extra_eps" not in expected                # only the sink has an extra key
     close(found, expected, size=as_is.max().item(), dtype=torch.float32)
@@ -77,7 +82,8 @@ def test_models_of_several_tables_are_trained_once():
     for table in SWEEPS.values():
         for flags, *_ in table.values():
             assert asked.setdefault(lab.folder_name(flags), flags) == flags
-    assert asked["tra"].endswith("--attn_args=beta_init=0.1")           # with its own beta no key passes
+    # with its own beta no key passes
+    assert asked["tra"].endswith("--attn_args=beta_init=0.1")
 
 
 def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, trainings, evaluate):
@@ -88,7 +94,8 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
     eval_script.main([*flags, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert len(trainings) == 4 and "gated" in first and list(found["runs"]) == ["gated", "blind"]
-    assert json.loads((tmp_path / "lab.json").read_text()) == found and (tmp_path / "lab.png").exists()
+    assert json.loads((tmp_path / "lab.json").read_text()) == found
+    assert (tmp_path / "lab.png").exists()
     metas = [meta(tmp_path / "runs" / f"gated-{seed}") for seed in (0, 1)]
     assert found["runs"]["gated"] == [
         {key: one[key] for key in ("parameters", "seconds")} | one["report"] for one in metas]

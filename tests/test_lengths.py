@@ -40,12 +40,14 @@ def test_losses_perplexities_and_errors_equal_those_by_hand(look, elastic_run, d
         close(row["perplexity"], np.exp(row["loss"]), terms=4)
         close(row["perplexity_error"], row["perplexity"] * row["loss_error"], terms=4)
         bins, places = row["by_position"], expected.reshape(5, -1, length).mean((0, 1))
-        assert sum([[*range(b["first"], b["last"] + 1)] for b in bins], []) == [*range(1, length + 1)]
+        ranges = [[*range(b["first"], b["last"] + 1)] for b in bins]
+        assert sum(ranges, []) == [*range(1, length + 1)]
         close_losses([b["loss"] for b in bins], [places[b["first"] - 1:b["last"]].mean() for b in bins])
 
 
 @pytest.mark.parametrize("lengths, plain_rows", [("8,16,32,64", 2), ("32,64", 1)])
-def test_rope_is_stretched_beyond_the_base_row_only(look, evaluate, elastic_run, lengths, plain_rows):
+def test_rope_is_stretched_beyond_the_base_row_only(
+        look, evaluate, elastic_run, lengths, plain_rows):
     stretch = "--rope_scaling=linear:4"
     plain, found = (look(f"--lengths={lengths}", *flags)["lengths"] for flags in ([], [stretch]))
     assert found[:plain_rows] == plain[:plain_rows]
@@ -59,9 +61,10 @@ def test_finetuning_continues_the_run_at_the_longer_length(copy, look, trainings
     finetune = ("--finetune=2", "--lengths=16,32", "--train_args=--eval_iters=1 --batch_size=2")
     found, tuned = look(*finetune, out_dir=copy), copy.with_name("copy-32")
     knobs = meta(tuned)["knobs"]
-    assert [knobs[name] for name in ("block_size", "max_iters", "attn", "batch_size")] == [32, 2, "elastic", 2]
+    names = "block_size", "max_iters", "attn", "batch_size"
+    assert [knobs[name] for name in names] == [32, 2, "elastic", 2]
     close(knobs["learning_rate"], meta(copy)["knobs"]["learning_rate"] / 10, terms=1)
     short, long = (row["loss"] for row in found["lengths"])
     plain, again = (look("--lengths=16,32", out_dir=run)["lengths"] for run in (copy, tuned))
-    assert short == plain[0]["loss"] and long != plain[1]["loss"]       # the finetuned model reads longer windows only
+    assert short == plain[0]["loss"] and long != plain[1]["loss"]       # read by the finetuned one
     close_losses(again[1]["loss"], long)

@@ -32,7 +32,8 @@ def test_labels_show_spaces_newlines_and_bytes():
     assert labels_of([3, 64], "", coders.Numbers()) == ["3", "64"]
 
 
-@pytest.mark.parametrize("attn", ["softmax", "kv_bias", "sink_token", "diff_rela", "tda", "focus", "gated_deltanet"])
+@pytest.mark.parametrize("attn", [
+    "softmax", "kv_bias", "sink_token", "diff_rela", "tda", "focus", "gated_deltanet"])
 def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257)).eval()
     text, differential = "fox jumps", attn.startswith(("diff", "tda"))
@@ -116,7 +117,8 @@ def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
             measured = {name: layers[found["layer"]][found["head"]] for name, layers in run["hidden_measures"].items()}
             entropy = np.mean([summary(row, first)[1] for row in hidden.numpy()])
             expected = [0, hidden[0, first].item() / len(hidden), entropy]
-            assert [measured[name] for name in ("sparsity", "sink", "entropy")] == pytest.approx(expected, abs=1e-5)
+            for name, value in zip(("sparsity", "sink", "entropy"), expected, strict=True):
+                assert measured[name] == pytest.approx(value, abs=1e-5)
 
 
 @pytest.mark.parametrize("width", (400, 1600))

@@ -55,10 +55,12 @@ def test_known_parameters_give_known_figures(attn, given, expected):
 
 
 @pytest.mark.parametrize("gate, bias_range", [("head", 4), ("element", 40)])
-def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_opening(gate, bias_range, data):
-    """Distance biases are those of the table, up to block_size. On data, a gate equals the linear layer written out.
-    For an input of zeros, it is half open."""
-    gpt = GPT(tiny_config(attn="lazy", gate=gate, bias_range=bias_range, vocab_size=257, n_layer=2)).eval()
+def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_opening(
+        gate, bias_range, data):
+    """Distance biases are those of the table, up to block_size. On data, a gate equals the linear
+    layer written out. For an input of zeros, it is half open."""
+    gpt = GPT(tiny_config(attn="lazy", gate=gate, bias_range=bias_range, vocab_size=257,
+                          n_layer=2)).eval()
     enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
     split, now = tokens.Tokens(data, "val"), {}

@@ -59,7 +59,8 @@ def test_the_model_reads_the_chosen_input(probed, monkeypatch):
     read, forward = {}, GPT.forward
     for kind in ("data", "repeat", "random", "bos", "random "):         # the second time the same
         rows = read[kind] = []
-        monkeypatch.setattr(GPT, "forward", lambda gpt, idx, starts, rows=rows: rows.extend(idx) or forward(gpt, idx))
+        monkeypatch.setattr(GPT, "forward", lambda gpt, idx, starts, rows=rows:
+                            rows.extend(idx) or forward(gpt, idx))
         probed("--windows=6", f"--input={kind.strip()}")
     data, repeated, random, after, again = map(torch.stack, read.values())
     assert (repeated == data[:, :1]).all() and len(data[:, 0].unique()) > 1

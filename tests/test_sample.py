@@ -23,8 +23,9 @@ def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run, data):
 
 
 def test_a_text_stops_at_an_end_token_and_marks_in_a_prompt_are_text(toy_run, tmp_path, sample):
-    """The run's data is gone. With greedy decoding the model's text is known, and one of its tokens is declared an end
-    of text. Without a prompt, the text begins with the separator, which is not shown."""
+    """The run's data is gone. With greedy decoding the model's text is known, and one of its tokens
+    is declared an end of text. Without a prompt, the text begins with the separator, which is not
+    shown."""
     folder = shutil.copytree(toy_run, tmp_path / "ending")
     coder, stored = tokens.tokenizer(str(folder)), meta(folder)
     prompt = coder.encode("the <|im_end|>\n").tolist()
@@ -34,7 +35,8 @@ def test_a_text_stops_at_an_end_token_and_marks_in_a_prompt_are_text(toy_run, tm
     stored["knobs"]["dataset"] = "/nowhere"
     for ends, shown in ([], text), ([text[end]], text[:end]):
         files.write_json(folder / "meta.json", stored | {"ends": ends})
-        found = sample(folder, "--temperature=0", "--tokens=9", "--samples=2", "--prompt=the <|im_end|>\n")
+        found = sample(folder, "--temperature=0", "--tokens=9", "--samples=2",
+                       "--prompt=the <|im_end|>\n")
         assert found == [coder.decode(shown)] * 2
     text, = sample(folder, "--tokens=12", "--prompt=")
     assert text and "<|end|>" not in text

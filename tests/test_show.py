@@ -38,6 +38,6 @@ def test_a_recipe_has_the_sizes_of_a_run(elastic_run):
 
 def test_a_closed_pipe_is_no_error():
     script = "from common import files\nwith files.one_line_errors(): print('elastic ' * 10 ** 5)"
-    done = subprocess.run(f'{sys.executable} -c "{script}" | head -c 9', shell=True, capture_output=True,
-                          text=True, cwd=ROOT)
+    done = subprocess.run(f'{sys.executable} -c "{script}" | head -c 9', shell=True,
+                          capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.startswith("elastic") and done.stderr == ""

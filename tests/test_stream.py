@@ -41,18 +41,21 @@ def test_a_stream_equals_its_definition_sequence_by_sequence(drawn, batch_size):
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     found, places = stream.result(), [row["at"] for row in rows]
     assert places.count(found["at"]) == max(map(places.count, places)) == found["at_share"] * len(rows)
+
+    def check(values, expected, size):
+        close(values, expected, terms=64, size=size.item(), dtype=torch.float32)
+
     for name in ("massive", "largest", "spread", "median"):             # largest: a difference of norms in its divisor
-        size = max(row[name] for row in rows).item()
-        size *= max(1, size) if name == "largest" else 1
-        close(found[name], mean[name], terms=64, size=size, dtype=torch.float32)
+        size = max(row[name] for row in rows)
+        check(found[name], mean[name], size * size.clamp(min=1) if name == "largest" else size)
     for kind in ("norm", "var"):
         expected = [*mean[kind][:FIRST], mean[kind][0], mean[kind][1:].mean()]
-        close(found["positions"][f"hidden_{kind}"] + found[f"hidden_{kind}"], expected, terms=64,
-              size=mean[kind].max().item(), dtype=torch.float32)
+        values = found["positions"][f"hidden_{kind}"] + found[f"hidden_{kind}"]
+        check(values, expected, mean[kind].max())
     largest = mean["carrier"].abs().sort(descending=True)[0][:3]
     for (channel, value, ratio), size in zip(found["channels"], largest, strict=True):
-        close([value, abs(value), ratio * mean["median"]], [mean["carrier"][channel], size, size], terms=64,
-              size=h.abs().max().item(), dtype=torch.float32)
+        expected = [mean["carrier"][channel], size, size]
+        check([value, abs(value), ratio * mean["median"]], expected, h.abs().max())
 
 
 def test_queries_on_the_first_key_and_keys_opposite_to_it():
@@ -86,7 +89,8 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
     with instead(gpt, look), watching(gpt, lambda l, h: streams[l].see_hidden(h, gpt.ahead)):
         gpt(token_ids(3, 16))
     found = [stream.result()["positions"] for stream in streams]
-    for name, inputs, places in ("hidden_norm", entering, found), ("input_norm", after_norm, found[:3]):
+    for name, inputs, places in (
+            ("hidden_norm", entering, found), ("input_norm", after_norm, found[:3])):
         for place, x in zip(places, inputs, strict=True):
             close(torch.tensor(place[name]), x.norm(dim=-1).mean(0), terms=16, dtype=torch.float32)
     assert list(found[-1]) == ["hidden_norm", "hidden_var"]
