@@ -4,14 +4,14 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import FEW, ROOT, some_recipes
 
 import attention
 import mixers
 from evals.show import Show, command
 
 
-@pytest.mark.parametrize("attn", attention.ATTENTIONS)
+@pytest.mark.parametrize("attn", some_recipes(*FEW, "tda"))
 def test_every_choice_and_learned_tensor_is_there_and_every_place_is_where_its_code_begins(attn):
     found, text = command(Show(recipe=attn), None)
     for axis, value, name, where, _ in found["code"]:
