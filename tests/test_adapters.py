@@ -15,8 +15,9 @@ from model import GPT
 from pretrained import export
 from training.weights import num_trained, train_only
 
-SHORT = ("--max_iters=8", "--eval_interval=4", "--log_interval=1", "--eval_iters=1", "--batch_size=4",
-         "--warmup_iters=2", "--lr_decay_iters=8", "--learning_rate=5e-2", "--device=cpu", "--dtype=float32")
+SHORT = """--max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4
+           --warmup_iters=2 --lr_decay_iters=8 --learning_rate=5e-2 --device=cpu
+           --dtype=float32""".split()
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
 
@@ -42,24 +43,24 @@ def lora(base):
 
 
 @pytest.mark.parametrize("choices", [
-    {}, {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "diff2"}, {"attn": "gated_deltanet"}])
+    {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "gated_deltanet"}])
 @torch.no_grad()
 def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     """A is initialised like other weights, B is 0. The seed and the layer decide A."""
     plain, one, other = (GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3))
     for model in (one, other):
         train_only(model, train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED))
-    logits, before = (lambda model: model(torch.arange(16)[None])[0]), plain(torch.arange(16)[None])[0]
-    a, b = (model.transformer.h[1].attn.c_proj.lora_a for model in (one, other))
-    same([a, logits(one)], [b, before])
-    assert not torch.equal(a, one.transformer.h[0].attn.c_proj.lora_a)
+    idx = torch.arange(16)[None]
+    first, a, b = (model.transformer.h[layer].attn.c_proj.lora_a
+                   for model, layer in ((one, 0), (one, 1), (other, 1)))
+    same([a, one(idx)[0]], [b, plain(idx)[0]])
+    assert not torch.equal(a, first)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))     # eight standard errors
     for n, (name, p) in enumerate(one.named_parameters()):
         if ".lora_" in name:
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
     plain.load_state_dict(merged(one.state_dict(), "here"))
-    close(logits(one), logits(plain))
-    below(1e-4, (logits(plain) - before).abs().max())
+    close(one(idx)[0], plain(idx)[0])
 
     # only these matrices are trained, with weight decay
     decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
@@ -92,10 +93,8 @@ def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, t
     together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
     same(together, merged(weights(base) | weights(lora), lora))
     same(load_run(lora, "cpu")[0].state_dict(), together)
-    old, new, elastic = (evaluate("loss", f"--out_dir={run}", "--windows=4", *flags)["loss"] for run, *flags in (
-        (base,), (lora,), (lora, "--attn=elastic", "--attn_args=tau_init=0")))
+    old, new = (evaluate("loss", f"--out_dir={run}", "--windows=4")["loss"] for run in (base, lora))
     below(0.001, old - new)
-    close(elastic, new, dtype=torch.float32)
     safetensors = pytest.importorskip("safetensors.torch")
     export.export(lora, tmp_path / "exported")
     exported = safetensors.load_file(tmp_path / "exported" / "model.safetensors")

@@ -1,17 +1,15 @@
 """eval.py bench: requests in batches of any size, scores of local tasks, computed one by one."""
 import math
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
 from bounds import SEED, close
-from conftest import TEXT, assert_says, complain, tiny_config
+from conftest import TEXT, tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-import eval as eval_script
 from common import files
 from common.machine import Machine
 from data import tokens
@@ -75,58 +73,42 @@ def bench(lively, tmp_path, evaluate):
     return scores
 
 
-@pytest.fixture
-def words():
-    """Draw at least `least` words, and fewer than `most`."""
-    dice = np.random.default_rng(SEED)
-    return lambda least, most: " ".join(dice.choice(TEXT.split(), dice.integers(least, most)))
+def words(least, most):
+    """A text of at least `least` words, and fewer than `most`."""
+    return " ".join(np.random.choice(TEXT.split(), np.random.randint(least, most)))
 
 
-@torch.no_grad()
 def loglik(gpt, before, after):
     """The log-likelihood of the ids `after` after `before`, of which the last that fit are read."""
-    ids = torch.tensor([(before + after)[-LENGTH - 1:]])
-    logs = gpt(ids[:, :-1])[0][0].log_softmax(-1).gather(1, ids[0, 1:, None])
-    return logs[-len(after):].sum().item()
+    request = (before + after)[-LENGTH - 1:], len(after)
+    return likelihood.answers(gpt, Machine("cpu", "float32"), [request], 1)[0].loglik
 
 
-def test_acc_takes_the_likeliest_choice_and_acc_norm_the_likeliest_per_character(
-        bench, lively, words):
+def test_continuations_and_texts_longer_than_a_window_have_their_log_likelihoods(bench, lively):
+    """A long context loses its beginning. A long text is scored once, in windows."""
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
-    rows = [{"q": words(1, 30), "choices": [words(1, 5) for _ in "abc"], "gold": i % 3}
-            for i in range(9)]
-    hits, right = [], []
+    rows, sums = [{"q": words(1, 30), "a": words(1, 5)} for _ in range(9)], []
     for row in rows:
-        before = coder.encode(row["q"]).tolist()
-        both = [coder.encode(f"{row['q']} {choice}").tolist() for choice in row["choices"]]
-        sums = [loglik(gpt, before, ids[len(before):]) for ids in both]
-        means = [total / len(choice) for total, choice in zip(sums, row["choices"], strict=True)]
-        right.append(sums[row["gold"]])
-        hits.append([np.argmax(sums) == row["gold"], np.argmax(means) == row["gold"]])
-    found = bench(rows, ["acc", "acc_norm"], output_type="multiple_choice", doc_to_text="{{q}}",
-                  doc_to_target="gold", doc_to_choice="choices")
-    close(found, np.mean(hits, 0).tolist())
+        before, both = (coder.encode(text).tolist()
+                        for text in (row["q"], f"{row['q']} {row['a']}"))
+        sums.append(loglik(gpt, before, both[len(before):]))
     found = bench(rows, ["perplexity"], output_type="loglikelihood", doc_to_text="{{q}}",
-                  doc_to_target="{{' ' + choices[gold]}}")
-    close([math.log(found[0])], [-np.mean(right)], dtype=torch.float32)
+                  doc_to_target="{{' ' + a}}")
+    close([math.log(found[0])], [-np.mean(sums)], dtype=torch.float32)
 
-
-def test_a_text_that_is_longer_than_a_window_is_scored_once(bench, lively, words):
-    gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     text, total = words(60, 61), 0.0
     ids = [coder.separator, *coder.encode(text).tolist()]
     ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]     # the last ids of the windows
     for start, end in zip([0, *ends], ends, strict=False):
         total += loglik(gpt, ids[:start + 1], ids[start + 1:end + 1])
-    found = bench([{"text": text}], ["byte_perplexity", "bits_per_byte"], doc_to_text="",
+    found = bench([{"text": text}], ["bits_per_byte"], doc_to_text="",
                   output_type="loglikelihood_rolling", doc_to_target="{{text}}")
-    nats = -total / len(text)
-    close(found, [math.exp(nats), nats / math.log(2)], dtype=torch.float32)
+    close(found, [-total / len(text) / math.log(2)], dtype=torch.float32)
 
 
-def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words, monkeypatch):
+def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively):
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
-    rows, read, generate = [{"q": words(1, 40)} for _ in range(6)], [], GPT.generate
+    rows = [{"q": words(1, 40)} for _ in range(6)]
     for row in rows:
         idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
         ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
@@ -134,17 +116,6 @@ def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively, words, m
     stop = rows[0]["a"][3:5]
     for number, row in enumerate(rows):
         row["a"] = "another answer" if number % 3 == 1 else row["a"].partition(stop)[0]
-    monkeypatch.setattr(GPT, "generate", lambda self, idx, *args, **how: read.append(
-        idx.shape[1]) or generate(self, idx, *args, **how))
     found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
                   doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
     close(found, [4 / 6])
-    lengths = {len(coder.encode(row["q"])) for row in rows}
-    assert set(read) == {min(length, LENGTH - 9) for length in lengths}
-
-
-def test_without_its_package_bench_says_what_to_install(toy_run, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)     # as if it were missing
-    asked = "bench", f"--out_dir={toy_run}", "--device=cpu", "--tasks=piqa"
-    line = complain(eval_script.main, capsys, *asked)[1]
-    assert_says("needs the package lm_eval.*pip install lm_eval", line)

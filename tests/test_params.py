@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bounds import close, same
-from conftest import RECIPES, enliven, tiny_config, train_here, weights
-from layers import in_every_layer, normal
+from bounds import close
+from conftest import RECIPES, enliven, tiny_config
+from layers import in_every_layer
 
 from common.machine import Machine
 from data import tokens
 from evals import params
-from evals.params import Params, bias_by_distance, figures
+from evals.params import Params, figures
 from model import GPT
 
 
@@ -30,14 +30,10 @@ VECTORS = [[3, 4] + [0] * 6, [1] * 8]                                   # of nor
 LAMBDAS = {f"lambda_{name}": [value] * 8 for name, value in (("q1", 0.1), ("k1", 0.5), ("q2", 0.2), ("k2", 0.25))}
 # recipe, parameters or --attn_args, the figures of its two heads. For an input of zeros, biases alone give the numbers
 FIGURES = [
-    *((attn, {name: [0.25, -3.5]}, {name: [0.25, -3.5]}) for attn, name in (
-        ("elastic", "tau"), ("tra", "beta"), ("ssmax", "sigma"), ("asentmax", "scale_beta"), ("sink", "sink_logit"))),
-    *((attn, {name: VECTORS}, {f"|{name}|": [5, math.sqrt(8)]}) for attn, name in (
-        ("k_bias", "sink_key"), ("kv_bias", "sink_value"), ("v_bias", "value_bias"))),
+    ("k_bias", {"sink_key": VECTORS}, {"|sink_key|": [5, math.sqrt(8)]}),
     ("kv_bias", "value_norm=7", {"|sink_value|": [7, 7]}),
     ("dex", {"dex_lambda": [0.5]}, {"dex_lambda": [0.5]}),
     ("entmax", "alpha=learned", {"alpha": [1.5, 1.5]}),
-    ("ssmax", {"sigma": [0.5, 2.0]}, {"sharpness": [0.5 * math.log(16), 2 * math.log(16)]}),
     ("asentmax", {"scale_beta": [0.5, 1.0], "scale_gamma": [0.0, -1.0]}, {"sharpness": [1.5, 1 + 1 / math.log(17)]}),
     ("tda", {"lambda_logit": [0.0, 2.0]}, {"lambda": [0.5, SIGMOID_2]}),
     ("diff", LAMBDAS, {"lambda": [math.exp(0.4) - math.exp(0.4) + 0.2]}),                   # Ye et al. eq. 3
@@ -58,27 +54,27 @@ def test_known_parameters_give_known_figures(attn, given, expected):
     close(found, expected, terms=8, size=8.0, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("gate", ["head", "element"])
-def test_a_gate_is_shown_by_its_mean_opening(gate, data):
-    """On data, it equals the linear layer written out. For an input of zeros, the gate is half open."""
-    gpt = GPT(tiny_config(gate=gate, vocab_size=257, n_layer=2)).eval()
+@pytest.mark.parametrize("gate, bias_range", [("head", 4), ("element", 40)])
+def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_opening(
+        gate, bias_range, data):
+    """Distance biases are those of the table, up to block_size. On data, a gate equals the linear
+    layer written out. For an input of zeros, it is half open."""
+    gpt = GPT(tiny_config(attn="lazy", gate=gate, bias_range=bias_range, vocab_size=257,
+                          n_layer=2)).eval()
     enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
-    split = tokens.Tokens(data, "val")
+    split, now = tokens.Tokens(data, "val"), {}
     idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 3), 16, 257))
-    openings = in_every_layer(lambda module, q, k, v, x, table: torch.sigmoid(
+    now["gate"] = in_every_layer(lambda module, q, k, v, x, table: torch.sigmoid(
         x.double() @ module.gate.weight.double().T).mean((0, 1)).view(2, -1).mean(1), gpt, idx)
-    close(torch.tensor(numbers["figures"]["gate"]["now"]), torch.stack(openings), terms=16, dtype=torch.float32)
-    assert numbers["figures"]["gate"]["start"] == [[0.5, 0.5]] * 2 and "gate  the gate on" in text
-
-
-def test_the_distance_bias_is_what_is_added_to_the_scores():
-    for bias_range in (4, 40):
-        module = layer(attn="lazy", bias_range=bias_range)
-        module.table.data.copy_(normal(2, bias_range))
-        curve, added = bias_by_distance(module), module.distance().bias(16, 16)
-        assert curve.shape == (2, min(16, bias_range))
-        same(added[:, 15].flip(-1), torch.cat([curve, torch.zeros(2, 16 - curve.shape[1])], 1))
+    now["tau"] = [block.attn.tau.detach() for block in gpt.transformer.h]
+    for name, start in (("gate", 0.5), ("tau", 1.0)):
+        figure = numbers["figures"][name]
+        close(torch.tensor(figure["now"]), torch.stack([*now[name]]), terms=16, dtype=torch.float32)
+        assert figure["start"] == [[start, start]] * 2
+    table = gpt.transformer.h[0].attn.table
+    close(torch.tensor(numbers["distance_bias"]["now"][0]), table[:, :16].detach())
+    assert "gate  the gate on" in text
 
 
 @pytest.mark.parametrize("attn", RECIPES)
@@ -97,12 +93,3 @@ def test_each_layer_of_a_pattern_shows_what_it_has(data):
     found, _ = params.command(Params(windows=1), opened(data, gpt))
     assert {name: figure["layers"] for name, figure in (found["figures"] | {"b": found["distance_bias"]}).items()} == {
         "written": [0, 3], "tau": [1], "sink_logit": [2], "b": [1]}
-
-
-def test_a_run_is_shown_next_to_its_initial_values(tmp_path, data, evaluate):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=lazy", "--gate=head", "--learning_rate=0.1")
-    found = evaluate("params", f"--out_dir={tmp_path}", "--windows=2", f"--png={tmp_path}/x.png")
-    saved = weights(tmp_path)
-    close(found["figures"]["tau"]["now"][0], saved["transformer.h.0.attn.tau"])          # six decimals are shown
-    assert found["figures"]["tau"]["start"] == [[1.0, 1.0]] != found["figures"]["tau"]["now"]
-    close(torch.tensor(found["distance_bias"]["now"][0]), saved["transformer.h.0.attn.table"][:, :16])

@@ -10,10 +10,9 @@ from bounds import SEED, below, close
 from hypothesis import given
 from hypothesis import strategies as st
 
-import eval as eval_script
 from common.machine import Machine
 from data import tokens
-from evals import passkey
+from evals import likelihood, passkey
 from evals.instrument import load_run
 from evals.passkey import is_correct, make_trial, prompt_text
 
@@ -24,10 +23,11 @@ BYTES = tokens.tokenizer("bytes")
 def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(characters, depth):
     """Appendix C prints the five blocks."""
     begins, before, needle, after, ends = prompt_text(12345, characters, depth).split("\n")
-    assert begins == ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I "
-                      "will quiz you about the important information there.")
-    assert needle == "The pass key is 12345. Remember it. 12345 is the pass key."
-    assert ends == "What is the pass key? The pass key is"
+    assert [begins, needle, ends] == [
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
+        "them. I will quiz you about the important information there.",
+        "The pass key is 12345. Remember it. 12345 is the pass key.",
+        "What is the pass key? The pass key is"]
     whole = " ".join(["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9)
     assert whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
     assert len(before) == int(depth * (characters + 1))                 # uniform in 0..characters
@@ -49,12 +49,13 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
 
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
-    first, *others = [make_trial(BYTES, *args) for args in ((400, 0), (400, 1), (401, 0), (400, 0, 1))]
-    assert first == make_trial(BYTES, 400, 0) and len({trial.key for trial in [first, *others]}) == 4
     trials = [make_trial(BYTES, 300, number, SEED) for number in range(200)]
-    keys, depths = [t.key for t in trials], [t.depth for t in trials]
-    for values, most in ((keys, 50_000), (depths, 1)):                  # in each fifth, up to six standard errors
-        below(torch.tensor(np.histogram(values, 5, (0, most))[0] - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
+    others = [make_trial(BYTES, *args) for args in ((301, 7, SEED), (300, 7, SEED + 1))]
+    assert trials[7] == make_trial(BYTES, 300, 7, SEED)
+    assert trials[7].key not in [trial.key for trial in others]
+    for values, most in (([t.key for t in trials], 50_000), ([t.depth for t in trials], 1)):
+        counts = np.histogram(values, 5, (0, most))[0]                  # up to six standard errors
+        below(torch.tensor(counts - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
 
 
 def test_an_answer_is_right_as_text_or_as_a_number():
@@ -62,42 +63,32 @@ def test_an_answer_is_right_as_text_or_as_a_number():
     assert not any(is_correct(text, 123) for text in ("1234", "45, 123", "none"))
 
 
-@torch.no_grad()
-def test_scores_are_those_of_the_whole_text_in_float64(elastic_run, monkeypatch):
-    gpt, heard, said = load_run(elastic_run, "cpu")[0].double(), [], []
+def test_scores_are_those_of_the_answers_one_by_one(elastic_run, monkeypatch):
+    """test_bench.py has the likelihoods of answers."""
+    gpt, machine = load_run(elastic_run, "cpu")[0].double(), Machine("cpu", "float32")
+    heard, said = [], []
     monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
     trials = [make_trial(BYTES, 330, number) for number in range(6)]
-    found = passkey.scores_of(gpt, Machine("cpu", "float32"), BYTES, trials, 4)
-    for trial in trials:                        # the answer is greedy, ten tokens
-        ids = gpt.generate(torch.tensor([trial.prompt]), 10, temperature=0)[0, len(trial.prompt):]
-        said.append((trial.key, BYTES.decode(ids.tolist())))
-    assert sorted(heard) == sorted(said)
+    found = passkey.scores_of(gpt, machine, BYTES, trials, 4)
     for trial, scores in zip(trials, found, strict=True):
-        right, wrong = (gpt(torch.tensor([trial.prompt + ids]))[0].log_softmax(-1)[0, len(trial.prompt) - 1:-1]
-                        for ids in (trial.right, trial.wrong))          # (K, V)
-        own, other = (logs.gather(1, torch.tensor([*ids])[:, None])
-                      for logs, ids in ((right, trial.right), (wrong, trial.wrong)))
-        right, wrong = own.sum().item(), other.sum().item()
+        # ten tokens, greedily
+        ids, = likelihood.generated(gpt, machine, [trial.prompt], 1, 10, temperature=0)
+        said.append((trial.key, BYTES.decode(ids)))
+        right, wrong = (
+            likelihood.answers(gpt, machine, [(trial.prompt + ids, len(ids))], 1)[0].loglik
+            for ids in (trial.right, trial.wrong))
         assert scores["correct"] == (trial.key % 2 == 0)
-        close([scores[name] for name in ("log_likelihood", "gain")], [right, right - wrong], terms=16, size=-right,
-              dtype=torch.float32)
+        close([scores["log_likelihood"], scores["gain"]], [right, right - wrong], terms=16,
+              size=-right, dtype=torch.float32)
+    assert sorted(heard) == sorted(said)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9))
 def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_text(rows):
     found = passkey.summary(500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows])
     parts = [[value for depth, value in rows if i <= 5 * depth < i + 1] for i in range(5)]
-    for group, values in ((found, [value for _, value in rows]), *zip(found["by_depth"], parts, strict=True)):
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    parts.insert(0, [value for _, value in rows])
+    for group, part in zip([found, *found["by_depth"]], parts, strict=True):
+        error = statistics.stdev(part) / math.sqrt(len(part)) if part[1:] else None
         close([group[name] for name in ("trials", "gain", "gain_error")],
-              [len(values), statistics.mean(values) if values else None, error], size=3.0)
-
-
-def test_the_command_prints_numbers_tables_and_a_picture(elastic_run, toy_run, tmp_path, evaluate, capsys):
-    flags, picture = ("--device=cpu", "--lengths=300,340", "--trials=4"), tmp_path / "passkey.png"
-    found, alone = (evaluate("passkey", f"--out_dir={elastic_run}", *flags, f"--batch_size={size}")["lengths"]
-                    for size in (4, 1))
-    assert [row["length"] for row in found] == [300, 340] and found[0]["trials"] == 4
-    close(*([row["log_likelihood"] for row in rows] for rows in (alone, found)), terms=16, dtype=torch.float32)
-    eval_script.main(["passkey", f"--out_dir={elastic_run},{toy_run}", *flags, f"--png={picture}"])
-    assert capsys.readouterr().out.count(str(toy_run)) == 2 and picture.read_bytes().startswith(b"\x89PNG")
+              [len(part), statistics.mean(part) if part else None, error], size=3.0)

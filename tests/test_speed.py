@@ -10,7 +10,6 @@ import eval as eval_script
 from attention import ATTENTIONS, Attention
 from evals import kernels as kernel_speed
 from evals.speed import live_tiles
-from mixers import trained_recipes
 
 
 @pytest.fixture
@@ -18,27 +17,19 @@ def speed(evaluate):
     return lambda *flags: evaluate("speed", "--dtype=float32", "--repeats=1", *flags)
 
 
-def test_every_recipe_is_timed_and_the_output_is_saved(speed, tmp_path):
-    found = speed("--memory=", f"--out={tmp_path / 'speed.json'}", "--n_layer=1", "--n_embd=16", "--tokens=32",
-                  "--lengths=16,32")
+def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed, tmp_path):
+    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take
+    64 times."""
+    found = speed("--attn=elastic,deltanet", f"--out={tmp_path / 'speed.json'}", "--n_layer=1",
+                  "--n_embd=16", "--tokens=32", "--lengths=16,32", "--memory=256,2048")
     for rows in found["lengths"].values():
-        assert set(rows) == {"softmax (sdpa)", "softmax (torch)"} | set(trained_recipes()) - {"softmax"}
+        assert set(rows) == {"softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
         assert all(row[name] > 0 for row in rows.values() for name in ("tokens_per_s", "step", "forward", "both"))
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
-    assert json.loads((tmp_path / "speed.json").read_text()) == found
-
-
-def test_measured_memory_grows_linearly_with_the_length_and_is_printed(speed, capsys):
-    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
-    flags = ("--attn=elastic", "--n_layer=1", "--n_embd=16", "--tokens=32", "--lengths=16", "--memory=256,2048")
-    found = speed(*flags)["memory_mb"]
-    assert found.keys() == {"softmax (sdpa)", "softmax (torch)", "elastic"}
-    for row in found.values():
+    for row in found["memory_mb"].values():
         below(row["2048"], 20 * row["256"])
         below(2 * row["256"], row["2048"])
-    eval_script.main(["speed", *flags, "--device=cpu", "--repeats=1"])
-    said = capsys.readouterr().out
-    assert all(words in said for words in ("cpu", "T=16, 2 sequences", "tokens/s", "(MiB)", "T=2048"))
+    assert json.loads((tmp_path / "speed.json").read_text()) == found
 
 
 @needs_triton
@@ -56,14 +47,14 @@ def test_the_kernels_are_timed_and_missing_ones_are_reported(names, speed, monke
 
 def test_sparse_focus_is_timed(speed):
     row = speed("--focus", "--lengths=150", "--n_head=1")["lengths"]["150"]
-    assert row["speed"].keys() == {"1 of 4", "2 of 4", "1 of 8", "2 of 8"}
+    assert {"1 of 4", "2 of 8"} < row["speed"].keys()
     assert min(row["full_ms"], *row["speed"].values()) > 0
 
 
 def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
     """A key and its value take 1024 bytes: float32, two heads of width 64. The step adds a token to the cache."""
     few, many = speed("--decode", "--attn=all", "--lengths=40,256")["lengths"].values()
-    assert {"lazy", "focus (1 of 4 groups)", "titans"} <= few.keys() and "routing" not in few
+    assert {"lazy", "titans"} <= few.keys() and "routing" not in few
     assert all(number > 0 for rows in (few, many) for row in rows.values() for number in row.values())
     token = 2 * 2 * 64 * 4
     expected = {
@@ -73,25 +64,16 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
         "sparq": 257 * token // 8 + 32 * token,                         # a quarter of the keys' components
         "quest": 16 * token + 17 * token}       # 16 bounds; a whole page, and one of one key
     assert {name: many[name]["bytes"] for name in expected} == expected
-    assert (few["softmax"]["bytes"], few["retnet"]["bytes"]) == (41 * token, expected["retnet"])
+    assert few["softmax"]["bytes"] == 41 * token
     assert 128 * token < many["focus (1 of 4 groups)"]["bytes"] < many["focus"]["bytes"]
     assert many["softmax"]["layer"] == many["softmax"]["attend"] == 1
 
 
-def test_live_tiles_of_a_trained_run_are_counted_and_printed(elastic_run, evaluate, tmp_path, capsys):
-    flags = ("speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}", "--lengths=16,150")
-    found = evaluate(*flags, f"--out={tmp_path / 'live.json'}")
-    assert json.loads((tmp_path / "live.json").read_text()) == found and found["tile"] == [64, 64]
-    for T in (16, 150):
-        layer, = found["lengths"][str(T)]       # without a kernel nothing is timed
-        assert layer["gain"] is None and 0 < layer["live"] <= 1
-    eval_script.main([*flags, "--device=cpu"])
-    said = capsys.readouterr().out
-    assert str(elastic_run) in said and "T=16: tiles of 64 rows and keys" in said and "live tiles" in said
-
-
-def test_live_tiles_are_those_that_hold_a_weight():
-    """Only keys 0..63 have weights. Each row of tiles has one to three, and one of them is live."""
+def test_live_tiles_of_a_trained_run_are_printed_and_hold_a_weight(elastic_run, capsys):
+    eval_script.main(["speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}",
+                      "--lengths=16", "--device=cpu"])
+    assert "T=16: tiles of 64 rows and keys" in capsys.readouterr().out
+    # only keys 0..63 have weights: each row of tiles has one to three, and one of them is live
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)
     k[:, :, :64] = 1

@@ -41,25 +41,28 @@ def test_a_stream_equals_its_definition_sequence_by_sequence(drawn, batch_size):
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     found, places = stream.result(), [row["at"] for row in rows]
     assert places.count(found["at"]) == max(map(places.count, places)) == found["at_share"] * len(rows)
+
+    def check(values, expected, size):
+        close(values, expected, terms=64, size=size.item(), dtype=torch.float32)
+
     for name in ("massive", "largest", "spread", "median"):             # largest: a difference of norms in its divisor
-        size = max(row[name] for row in rows).item()
-        size *= max(1, size) if name == "largest" else 1
-        close(found[name], mean[name], terms=64, size=size, dtype=torch.float32)
+        size = max(row[name] for row in rows)
+        check(found[name], mean[name], size * size.clamp(min=1) if name == "largest" else size)
     for kind in ("norm", "var"):
         expected = [*mean[kind][:FIRST], mean[kind][0], mean[kind][1:].mean()]
-        close(found["positions"][f"hidden_{kind}"] + found[f"hidden_{kind}"], expected, terms=64,
-              size=mean[kind].max().item(), dtype=torch.float32)
+        values = found["positions"][f"hidden_{kind}"] + found[f"hidden_{kind}"]
+        check(values, expected, mean[kind].max())
     largest = mean["carrier"].abs().sort(descending=True)[0][:3]
     for (channel, value, ratio), size in zip(found["channels"], largest, strict=True):
-        close([value, abs(value), ratio * mean["median"]], [mean["carrier"][channel], size, size], terms=64,
-              size=h.abs().max().item(), dtype=torch.float32)
+        expected = [mean["carrier"][channel], size, size]
+        check([value, abs(value), ratio * mean["median"]], expected, h.abs().max())
 
 
 def test_queries_on_the_first_key_and_keys_opposite_to_it():
     first = torch.tensor([1.0, 0, 0, 0])
     q, k = 2 * first.repeat(1, 2, 6, 1), -3 * first.repeat(1, 2, 6, 1)
     k[:, :, 0] = 0.5 * first
-    q[:, :, 0] = 7                                      # the first query is not one of the later queries
+    q[:, :, 0] = 7                              # the first query is not one of the later queries
     stream = Stream()
     stream.see_hidden(torch.ones(1, 6, 8), 0)
     plain = SimpleNamespace(ahead=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x)
@@ -73,6 +76,11 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
 @torch.no_grad()
 def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
     gpt, streams = GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval(), [Stream() for _ in range(4)]
+    entering, after_norm = [], []
+    for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
+        module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
+    for block in gpt.transformer.h:
+        block.attn.register_forward_pre_hook(lambda module, inputs: after_norm.append(inputs[0]))
 
     def look(attend, layer, module, q, k, v, x, table):
         streams[layer].see(module, q, k, v, x)
@@ -80,14 +88,9 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
 
     with instead(gpt, look), watching(gpt, lambda l, h: streams[l].see_hidden(h, gpt.ahead)):
         gpt(token_ids(3, 16))
-    found, entering, after_norm = [stream.result() for stream in streams], [], []
-    for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
-        module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
-    for block in gpt.transformer.h:
-        block.attn.register_forward_pre_hook(lambda module, inputs: after_norm.append(inputs[0]))
-    gpt(token_ids(3, 16))
-    for name, inputs in ("hidden_norm", entering), ("input_norm", after_norm):
-        for place, x in zip(found[:len(inputs)], inputs, strict=True):
-            close(torch.tensor(place["positions"][name]), x.norm(dim=-1).mean(0), terms=16)
-    assert len(entering) == 4 and list(found[-1]["positions"]) == ["hidden_norm", "hidden_var"]
-    assert "cos_qk" not in found[-1]
+    found = [stream.result()["positions"] for stream in streams]
+    for name, inputs, places in (
+            ("hidden_norm", entering, found), ("input_norm", after_norm, found[:3])):
+        for place, x in zip(places, inputs, strict=True):
+            close(torch.tensor(place[name]), x.norm(dim=-1).mean(0), terms=16, dtype=torch.float32)
+    assert list(found[-1]) == ["hidden_norm", "hidden_var"]

@@ -35,24 +35,20 @@ CONFIGS = {kind: LLAMA | {"model_type": kind} for kind in FAMILIES}
 CONFIGS |= {"gpt2": GPT2 | {"model_type": "gpt2"}, "bloom": BLOOM | {"model_type": "bloom"}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 16}
-YARN = {"factor": 8.0, "original_max_position_embeddings": 16}
 ROTATIONS = [{"rope_type": "default"}, {"rope_type": "linear", "factor": 3.0},
              {"rope_type": "llama3"} | LLAMA3]
 CHOICES = {                                     # {key: values to read}; ...: without the key
     "tie_word_embeddings": [..., True, False], "num_key_value_heads": [1, 2, 4],
     "head_dim": [..., 4, 16], "activation_function": [..., "relu", "gelu"],
     "n_inner": [..., None, 24], "sliding_window": [..., None, 5]}
-ODD = [                                         # refused, unless the logits are the same
+ODD = [                                         # values of keys that are read, or ignored
     {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
-    {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"partial_rotary_factor": 0.5},
-    {"rope_scaling": {"type": "yarn"} | YARN}, {"rope_scaling": {"type": "llama3"} | LLAMA3},
-    {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {"rope_theta": 50.0},
-    {"sliding_window": 3},
+    {"rope_scaling": {"type": "yarn"} | LLAMA3}, {"rope_scaling": {"type": "llama3"} | LLAMA3},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 50.0},
     {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
     {"layer_types": ["full_attention"] * 2}, {"attention_bias": True},
-    {"tie_word_embeddings": None}, {"is_causal": False}, {"n_inner": 24}, {"hidden_size": 64},
-    {"attn_logit_softcapping": 0.1}]
+    {"tie_word_embeddings": None}, {"n_inner": 24}, {"hidden_size": 64}]
 IDX = torch.randint(61, (2, 24), generator=dice())
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
 
@@ -103,19 +99,9 @@ def in_our_model(config, state):
 
 
 def read(folder):
-    """(our model of a folder, in float64, its state_dict), without a run."""
+    """Our model of a folder, in float64, without a run."""
     theirs, config, *_ = sources.opened(folder)
-    state = state_from(theirs.state_dict(), config, theirs.config.model_type)
-    return in_our_model(config, state), state
-
-
-def exported(config, state, folder):
-    """The model of transformers that a config and a state_dict of ours become."""
-    knobs = {"dataset": "stdlib"} | dataclasses.asdict(config)
-    shutil.rmtree(folder / "back", ignore_errors=True)
-    write_converted(folder / "run", {"knobs": knobs, "tokenizer": "numbers"}, state, None)
-    export.export(folder / "run", folder / "back")
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "back", dtype="auto")
+    return in_our_model(config, state_from(theirs.state_dict(), config, theirs.config.model_type))
 
 
 @torch.no_grad()
@@ -154,7 +140,7 @@ def drawn(data, kind):
 @pytest.mark.parametrize("kind", FAMILIES)
 @settings(max_examples=examples(4))
 @given(data=st.data())
-def test_logits_equal_those_of_transformers_before_and_after_export(kind, data, tmp_path):
+def test_logits_equal_those_of_transformers(kind, data, tmp_path):
     """The published files of tied models lack the prefix `transformer.`, and some hold buffers."""
     theirs = saved(drawn(data, kind), tmp_path / "theirs")
     path = tmp_path / "theirs/model.safetensors"
@@ -164,12 +150,7 @@ def test_logits_equal_those_of_transformers_before_and_after_export(kind, data, 
     if kind == "gpt2":
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     safetensors.save_file(tensors, path, {"format": "pt"})
-    ours, state = read(tmp_path / "theirs")
-    assert_same_logits(ours, exact(theirs))
-    if kind in ("llama", "gpt2"):
-        again = exported(ours.config, state, tmp_path / "export")
-        same(again.state_dict(), theirs.state_dict())
-        assert_same_logits(ours, exact(again))
+    assert_same_logits(read(tmp_path / "theirs"), exact(theirs))
 
 
 @settings(max_examples=examples(15))
@@ -183,7 +164,7 @@ def test_an_odd_entry_is_refused_by_name_unless_the_logits_are_the_same(kind, od
         assert_says("|".join([*odd, "rope_type", "model_type", "transformers cannot read"]), str(e))
         return
     theirs = saved(CONFIGS[kind] | odd, tmp_path / "theirs")
-    assert_same_logits(read(tmp_path / "theirs")[0], exact(theirs))
+    assert_same_logits(read(tmp_path / "theirs"), exact(theirs))
 
 
 @settings(max_examples=examples(20))
@@ -192,8 +173,9 @@ def test_any_other_key_is_refused_unless_it_has_its_default(data, kind):
     """So is a key that a later transformers adds to a family."""
     config = transformers.AutoConfig.for_model(kind)
     values = config.to_dict()
-    read = {*FAMILIES[kind].fields.values(), "model_type", "rope_parameters"}
-    key = data.draw(st.sampled_from([*sorted(values.keys() - WITHOUT_EFFECT - read), "a_new_key"]))
+    fields = {*FAMILIES[kind].fields.values(), "model_type", "rope_parameters"}
+    others = sorted(values.keys() - WITHOUT_EFFECT - fields)
+    key = data.draw(st.sampled_from([*others, "a_new_key"]))
     with mock.patch.object(config, "to_dict", lambda: values | {key: values.get(key)}):
         assert config_from(config).n_layer == values[FAMILIES[kind].fields["n_layer"]]
     with (mock.patch.object(config, "to_dict", lambda: values | {key: ["another"]}),
@@ -217,11 +199,16 @@ def test_an_own_run_has_the_same_logits_in_transformers_or_is_not_exported(kind,
     state = {name: 0.3 * torch.randn(p.shape, generator=random) for name, p in state.items()}
     if config.tied:
         state["lm_head.weight"] = state["transformer.wte.weight"]
+    knobs = {"dataset": "stdlib"} | dataclasses.asdict(config)
+    run, back = tmp_path / "run", tmp_path / "back"
+    shutil.rmtree(back, ignore_errors=True)
+    write_converted(run, {"knobs": knobs, "tokenizer": "numbers"}, state, None)
     try:
-        theirs = exported(config, state, tmp_path)
+        export.export(run, back)
     except ValueError as e:
         assert_says("this run cannot be exported, because", str(e))
     else:
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(back, dtype="auto")
         assert_same_logits(in_our_model(config, state), exact(theirs))
 
 
@@ -231,49 +218,41 @@ def converted(source, out):
     return load_run(out, "cpu")[0]
 
 
-@pytest.mark.parametrize("config, generation, special, separator, ends", [      # special: from id 2
-    ({"bos_token_id": None, "eos_token_id": [7, 8]}, {}, ["[INST]"], 7, [7, 8]),
-    ({"bos_token_id": 61}, {"eos_token_id": [3, 2]}, ["<|im_start|>"], 2, [2, 3]),      # no id 61
-    ({}, {}, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], 2, [2, 4])])
-def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_for_bit(
-        config, generation, special, separator, ends, tmp_path):
+def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_for_bit(tmp_path):
     """A run may be converted again."""
     hub, run, back = tmp_path / "hub", tmp_path / "run", tmp_path / "back"
-    theirs = saved(CONFIGS["llama"] | config, hub, torch.bfloat16, max_shard_size="10KB")
-    files.write_json(hub / "generation_config.json", generation)
+    ids = {"bos_token_id": None, "eos_token_id": [7, 8]}
+    theirs = saved(CONFIGS["llama"] | ids, hub, torch.bfloat16, max_shard_size="10KB")
+    files.write_json(hub / "generation_config.json", {"eos_token_id": [9, 8]})
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [plain | {"id": 2 + i, "content": spelling, "special": True}
-             for i, spelling in enumerate(special)]
+    added = [plain | {"id": i, "content": spelling, "special": True}
+             for i, spelling in enumerate(("<|im_start|>", "<|im_end|>", "<|im_sep|>"), 2)]
     files.write_json(hub / "tokenizer.json", SPEECH | {"added_tokens": added})
     (hub / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
     (hub / "chat_template.jinja").write_text("{{ messages }}")
     ours, found = converted(hub, run), meta(run)
-    assert found["source"] == {
+    assert found["source"] == ids | {
         "name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "bfloat16",
-        "instruction_tuned": True, "bos_token_id": 1, "eos_token_id": 2} | config
-    assert [found[key] for key in ("tokenizer", "separator", "ends")] == ["hub", separator, ends]
-    assert found["parameters"] == ours.num_params()
+        "instruction_tuned": True}
+    assert (found["tokenizer"], found["separator"], {*found["ends"]}) == ("hub", 7, {3, 7, 8, 9})
     assert_same_logits(ours, exact(theirs))
-    assert {value.dtype for value in weights(run).values()} == {torch.bfloat16}
     convert.main(["export", str(run), str(back)])
-    assert files.read_json(back / "config.json").items() >= config.items()
+    assert files.read_json(back / "config.json").items() >= ids.items()
     for _ in range(2):
         converted(back, tmp_path / "again")
-    same(weights(tmp_path / "again"), weights(run))
+    same(weights(tmp_path / "again"), weights(run))                     # also in data type
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
 def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path):
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
-        flags = "--max_iters=1", "--pos=learned", "--bias=1"
-        train_here(f"--dataset={dataset}", f"--out_dir={run}", *flags)
+        train_here(f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned",
+                   "--bias=1")
         convert.main(["export", str(run), str(back)])
         assert files.read_json(back / "config.json")["eos_token_id"] == end
         assert (back / "tokenizer.json").exists() == (end is not None)
     assert (back / "tokenizer.json").read_bytes() == coders.Bytes.exported
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(back)
-    assert theirs(torch.tensor([[1, 2]])).logits.isfinite().all()
 
 
 def write_gguf(path, theirs, **more):
