@@ -1,7 +1,6 @@
 """model.py: the architecture against torch, initial weights, optimizer groups, generation against forward passes."""
 import copy
 import math
-from types import SimpleNamespace
 
 import bounds
 import pytest
@@ -22,7 +21,6 @@ from axes.positions import POSITIONS, rope_frequencies
 from axes.sight import Sight
 from kernels import plain_softmax
 from model import GPT, hidden_width
-from training import balance
 
 
 def model(spread=4.0, **choices):
@@ -106,11 +104,10 @@ def test_parameters_and_operations_count_what_a_token_uses():
     assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "gelu")] == [288, 400]
     C, V, T = 16, 31, 16
     blocks = 2 * (12 * C * C + 9 * C + 4 * C) + 2 * C       # matrices; biases of c_attn, c_proj, c_fc, c_proj; norms
-    shared, learned, untied = (GPT(tiny_config(n_layer=2, bias=True, **choices)) for choices in (
-        {"pos": "t5"}, {"pos": "learned"}, {"pos": "learned", "tied": False}))
+    shared, untied = (GPT(tiny_config(n_layer=2, bias=True, **choices)) for choices in (
+        {"pos": "t5"}, {"pos": "learned", "tied": False}))
     assert shared.num_params() == blocks + V * C + shared.transformer.h[1].attn.t5.numel()  # all layers share a table
-    assert learned.num_params() == blocks + V * C + T * C and untied.num_params() == blocks + 2 * V * C + T * C
-    assert learned.num_params(embeddings=False) == untied.num_params(embeddings=False) == blocks + V * C
+    assert untied.num_params() == blocks + 2 * V * C + T * C and untied.num_params(embeddings=False) == blocks + V * C
 
 
 def test_initial_values_are_those_of_gpt2():
@@ -182,16 +179,6 @@ def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cac
     logits = gpt.lm_head(gpt.transformer.ln_f(x))
     close(gpt(idx)[0], logits, dtype=torch.float32)
     close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("pos, head_balance", [("learned", 0.0), ("rope", 0.1)])
-def test_the_loss_of_packed_documents_is_that_of_each_alone(pos, head_balance):
-    gpt, idx, ends = model(attn="gated", pos=pos, n_layer=2).double(), token_ids(1, 17), (3, 4, 12)
-    starts = torch.tensor([[max(end for end in (0, *ends) if end <= i) for i in range(16)]])
-    alone = [gpt(x, y)[1] * x.shape[1] for x, y in zip(
-        idx[:, :-1].tensor_split(ends, 1), idx[:, 1:].tensor_split(ends, 1), strict=True)]
-    knobs, machine = SimpleNamespace(head_balance=head_balance, balance_form="all"), SimpleNamespace(mean=lambda x: x)
-    close(balance.losses(gpt, idx[:, :-1], idx[:, 1:], knobs, machine, starts)[0], sum(alone) / 16)
 
 
 @pytest.mark.parametrize("amd, rows", [(True, 1), (True, 2), (True, 3), (False, 1)])
