@@ -67,7 +67,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     nothing."""
     rng, whole, out = random.Random(bounds.SEED), tmp_path / "whole", tmp_path / "killed"
     new = [*TINY, f"--dataset={data}", "--attn=elastic", "--n_layer=2", "--dropout=0.1", "--max_iters=80",
-           "--gradient_accumulation_steps=2", "--log_interval=3", *flags]
+           "--eval_interval=8", "--gradient_accumulation_steps=2", "--log_interval=3", *flags]
 
     def train(folder):
         how = ["--init_from=resume"] if (folder / "meta.json").exists() else new

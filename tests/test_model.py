@@ -133,7 +133,7 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(ch
     names = {name: p for name, p in gpt.named_parameters() if p.requires_grad}
     assert len(found) == len(names) == sum(len(group["params"]) for group in made.param_groups)
     for name, p in names.items():
-        decay = 0.3 if name.endswith("weight") and "ln_" not in name and "out_norm" not in name else 0.0
+        decay = 0.3 if name.endswith("weight") and "ln_" not in name and "norm" not in name else 0.0
         scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
         assert [found[p][key] for key in ("weight_decay", "lr_scale", "lr", "betas")] == [
             decay, scale, 1e-3, (0.8, 0.9)], name

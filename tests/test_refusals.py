@@ -14,6 +14,7 @@ import resource
 import runpy
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.xdist_group("refusals")
 
 FLAGS, INPUT = 2, 1                             # exit codes: a flag is wrong; a run, data or the machine does not fit
 MARKER = "code_was_executed"                    # the folder that the code in pickles makes
-MEMORY = 6 << 30
+SECONDS, MEMORY = 90, 6 << 30                   # what a command may take
 MAIN = {"train.py": train_script.main, "eval.py": eval_script.main, "data/weights.py": convert.main}
 NUMBERS = 0, 1, 2, 3, 4, 6, 12, 24, -1, 1 << 31, 10 ** 30, 0.5, 1e-9, 1e30, float("nan"), float("inf"), True, None, "x"
 SCALINGS = [f"{kind}:{numbers}" for kind in ("linear", "ntk", "llama3", "x")
@@ -86,12 +87,15 @@ def test_any_choices_make_a_model_that_works_or_are_refused_in_one_line_that_nam
 
 @contextlib.contextmanager
 def limited():
-    """An allocation of more than MEMORY fails at once, so that no drawn number stops this machine."""
+    """An allocation of more than MEMORY fails at once, so that no drawn number stops this machine. What hangs fails."""
     in_use, limit = int(Path("/proc/self/statm").read_text().split()[0]) << 12, resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, limit[1]))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{sys.argv} hangs"))
+    signal.alarm(SECONDS)
     try:
         yield
     finally:
+        signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
