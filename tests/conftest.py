@@ -1,15 +1,13 @@
 """Shared by all tests: small data sets and runs, functions that run scripts in this process or a new one, --all."""
 import contextlib
-import http.server
 import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-import threading
-import urllib.request
 from pathlib import Path
 
 import hypothesis
@@ -34,48 +32,10 @@ from data import tokens  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def fresh_start(monkeypatch):
-    """Every test draws the same numbers, whatever ran before it. Test servers need no proxy: urllib forgets its."""
+def fresh_start():
+    """Every test draws the same numbers, whatever ran before it."""
     torch.manual_seed(bounds.SEED)
     np.random.seed(bounds.SEED)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    urllib.request.install_opener(None)
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers with server.files[name] or the requested part of it. The folder in the path does not matter."""
-
-    def do_GET(self):
-        name, part, server = Path(self.path).name, self.headers["Range"], self.server
-        if name not in server.files:
-            return self.send_error(404)
-        first, _, last = part.removeprefix("bytes=").partition("-") if part else ("0", "", "")
-        body = server.files[name][int(first):int(last) + 1 if last else None]
-        server.asked.append((name, int(first), len(body) if part else 0))       # before the client can ask again
-        self.send_response(206 if part else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):                      # the client only wanted the size
-            self.wfile.write(body[:len(body) // 2] if not part and name in server.broken else body)
-            self.wfile.flush()
-        if name == server.silent:
-            server.over.wait(20)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def server():
-    """A web server. files: {name: bytes} that it offers. broken: names whose whole files end in the middle. silent: a
-    name after which the connection stays open. asked: the requests, (name, first byte, bytes sent as a part or 0)."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.files, server.broken, server.silent, server.asked, server.over = {}, set(), None, [], threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    server.over.set()
-    server.shutdown()
 
 
 def pytest_addoption(parser):
@@ -190,10 +150,18 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data") / "fox", WORDS[:20000], WORDS[20000:24000])
 
 
+def data_script(name, *flags):
+    """Run a script of data/ in this process. Returns what it prints to stdout."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", [str(ROOT / "data" / f"{name}.py"), *map(str, flags)])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return out.getvalue()
+
+
 @pytest.fixture(scope="session")
 def backcopy(tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "backcopy"
-    run("data/backcopy.py", f"--out_dir={out}", "--sequences=2000", "--val_sequences=200")
+    data_script("backcopy", f"--out_dir={out}", "--sequences=2000", "--val_sequences=200")
     return out
 
 

@@ -2,14 +2,14 @@
 import numpy as np
 import torch
 from bounds import below, close
-from conftest import meta, run
+from conftest import data_script, meta
 
 from data import tokens
 
 
 def make(folder, *flags):
     """Make a small data set of the task in this folder."""
-    run("data/backcopy.py", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags)
+    data_script("backcopy", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags)
     return folder
 
 

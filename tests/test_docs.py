@@ -60,8 +60,14 @@ COMMANDS = sorted({
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_passes_its_parser(command, monkeypatch, capsys):
+def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(command, monkeypatch, capsys):
+    """Whoever types the commands of these pages still has a clean clone: they write to out/."""
     script, *arguments = command
+    flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(command)))
+    for name in {"png", "html", "out", "out_dir", "results"} & flags.keys():
+        assert flags[name].strip("'").startswith(("out/", "data/")), name
+    if "lab" in command and "attn" not in flags:                        # otherwise it writes to results/
+        assert "results" in flags
     parse = argparse.ArgumentParser.parse_known_args
 
     def parse_only(parser, args=None, namespace=None):
@@ -83,16 +89,6 @@ def test_every_command_passes_its_parser(command, monkeypatch, capsys):
     if script == "train.py":                        # the recipe and its axes go together
         given = given_flags(found, GPTConfig)
         GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS)))
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_command_writes_over_a_tracked_file(command):
-    """Whoever types the commands of these pages still has a clean clone: they write to out/."""
-    flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(command)))
-    for name in {"png", "html", "out", "out_dir", "results"} & flags.keys():
-        assert flags[name].strip("'").startswith(("out/", "data/")), name
-    if "lab" in command and "attn" not in flags:                        # otherwise it writes to results/
-        assert "results" in flags
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,6 +2,7 @@
 import ast
 import io
 import re
+import sys
 import tokenize
 
 import pytest
@@ -46,6 +47,12 @@ def test_no_module_imports_itself_through_others():
         free = [module for module, targets in left.items() if not targets & left.keys()]
         assert free, f"these import each other: {sorted(left)}"
         left = {module: targets for module, targets in left.items() if module not in free}
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_common_comes_before_torch_as_it_sets_how_threads_wait(script):
+    installed = (name for name in imported(ROOT / script) if name.split(".")[0] not in sys.stdlib_module_names)
+    assert next(installed).split(".")[0] == "common"
 
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():

@@ -1,23 +1,12 @@
 """common/machine.py: peak speeds of known GPUs, and live memory."""
-import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.machine import LiveMemory, Machine, pick_dtype
-
-
-@pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_how_threads_wait_is_set_before_torch_starts_them(script):
-    done = subprocess.run([sys.executable, "-X", "importtime", ROOT / script, "-h"], capture_output=True, text=True)
-    order = re.findall(r"\| +(common|torch)$", done.stderr, re.M)       # a module is listed when it is complete
-    assert order == ["common", "torch"]
 
 
 @pytest.mark.parametrize("name, peak", [

@@ -1,19 +1,22 @@
 """common/runs.py: earlier runs are kept, a full disk loses nothing, one run a folder."""
+import contextlib
 import multiprocessing
 import os
 import resource
+import runpy
 import socket
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from conftest import FILES, ROOT, assert_says, by_default, complain, contents, log_rows, run, train, train_here
+from conftest import FILES, ROOT, assert_says, complain, log_rows, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
 import train as train_script
 from common import files
-from common.runs import Run, output_of, read_run
+from common.runs import Run, read_run
 
 MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
 GONE, HERE = 1 << 22, socket.gethostname()      # no process has this id
@@ -77,6 +80,10 @@ def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(tm
         with pytest.raises(ValueError, match=says), run.locked(MACHINE):
             pass
         assert [path.read_text() for path in run.folder.iterdir()] == [text]
+        # every other rank gets the main rank's error from `share`
+        rank = SimpleNamespace(main=False, peak_flops=MACHINE.peak_flops, share=lambda _: says)
+        with pytest.raises(ValueError, match="trains in"), Run(run.folder, rank).locked(rank):
+            pass
 
 
 def take(folder, together, taken):
@@ -108,17 +115,6 @@ def test_of_runs_that_begin_together_one_has_the_lock(stale, tmp_path):
         assert sorted(found)[:2] == ["", ""] and max(found) == lock.read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, by_default(False, 2)])
-def test_a_second_training_in_a_folder_names_the_first_one_and_changes_nothing(ranks, copy, data):
-    (copy / "lock").write_text(f"process {os.getppid()} on {HERE}")
-    before = contents(copy)
-    done = train(copy, data, ranks=ranks, ok=False)
-    said = [line for line in done.stderr.splitlines() if line.startswith("train.py")]
-    assert done.returncode == 1 and len(said) == ranks and contents(copy) == before, done.stderr
-    for line in said:
-        assert_says(f"error: process {os.getppid()} on {HERE} trains in .*, delete .*lock", line)
-
-
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 12), st.integers(0, 300))
 def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped(tmp_path_factory, columns, last, cut):
     """Row n has its own number of columns: 7 is right."""
@@ -130,32 +126,36 @@ def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped
     assert run.rows_until(9 + last) == [row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last]
 
 
-def test_a_script_that_fails_says_why():
-    with pytest.raises(ValueError, match="data/text.py --nothing failed: .*error: unknown flag --nothing"):
-        output_of("data/text.py", "--nothing")
-
-
-def small_disk(limit=20000):
+@contextlib.contextmanager
+def small_disk(limit):
     """Limit every file of this process. 20 kB are enough for a log but not for a checkpoint, 500 bytes for neither."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("limit, says", [
     (20000, "step 12.*checkpoint of step 8 is still there"), (500, "copy at step 8")])
-def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_can_go_on(limit, says, copy, elastic_run):
+def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_can_go_on(limit, says, copy, elastic_run, capsys):
     flags = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=12")
-    done = run("train.py", *flags, ok=False, preexec_fn=partial(small_disk, limit))
-    assert done.returncode not in (0, None) and "Traceback" not in done.stderr
+    with small_disk(limit):
+        train_script.main([*flags])
     assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes()
     assert sorted(p.name for p in copy.iterdir()) == sorted(FILES)
-    line = done.stderr.rstrip("\n").splitlines()[-1]                    # the lines before are the progress bar
+    line = capsys.readouterr().err.rstrip("\n").splitlines()[-1]        # the lines before are the progress bar
     assert_says(f"{says}.*(space|resume)", line)                        # what is safe, and what to do
     train_here(*flags)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 13)]
 
 
-def test_a_full_disk_leaves_no_half_data_set(tmp_path):
-    done = run("data/stdlib.py", f"--source={ROOT / 'evals'}", f"--out_dir={tmp_path}", ok=False, preexec_fn=small_disk)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert_says("stdlib.py: error: .*train.bin could not be written .*free some space", done.stderr)
+def test_a_full_disk_leaves_no_half_data_set(tmp_path, monkeypatch, capsys):
+    script = str(ROOT / "data/stdlib.py")
+    monkeypatch.setattr(sys, "argv", [script, f"--source={ROOT / 'evals'}", f"--out_dir={tmp_path}"])
+    with small_disk(20000):
+        runpy.run_path(script, run_name="__main__")
+    assert_says("stdlib.py: error: .*train.bin could not be written .*free some space", capsys.readouterr().err)
     assert not list(tmp_path.iterdir())
