@@ -102,7 +102,7 @@ def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(att
     again, ids = load(tmp_path / "trained"), token_ids()
     same(again.state_dict(), model.state_dict())
     same(again(ids).logits, model(ids).logits)
-    late = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=dtype)
+    late = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     late.set_attn_implementation(f"nano_{attn}")
     with pytest.warns(UserWarning, match=f"nano_{attn} begins with its initial values"):
         late(ids)
