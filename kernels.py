@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from axes.base import AMD, wide
+from axes.base import wide
 from axes.sight import visible
 
 try:
@@ -152,18 +152,12 @@ def grouped(a, b):
     B, H, R, width = a.shape
     a = a.reshape(B, b.shape[1], -1, width)
     with torch.autocast(a.device.type, enabled=False):                  # a and b already have the right precision
-        # in a decoding step with 16 bits, oneDNN would copy the transposed keys of a cache
-        turned = R == 1 and b.stride(-1) != 1 and b.element_size() < 4
-        return ((b.mT @ a.mT).mT if turned else a @ b).reshape(B, H, R, b.shape[-1])
+        return (a @ b).reshape(B, H, R, b.shape[-1])
 
 
 def plain_softmax(q, k, v, sight, dropout):
     """Softmax attention by torch's own fused kernel. Only for packed documents does it need a mask (B, 1, T, T)."""
     R, T, mask = q.shape[2], k.shape[2], None
-    if AMD and R == 1 and q.device.type == "cpu" and q.element_size() < 4:      # there that kernel is ten times slower
-        if T > 512:
-            return weighted_sum(torch.softmax(scaled_scores(q, k, sight.scale), -1), v, dropout)
-        q, k, v = wide(q), wide(k), wide(v)     # few keys: converting them is faster still
     if 1 < R < T or sight.starts is not None:   # is_causal aligns rows with the first keys
         mask = visible(torch.arange(T - R, T, device=q.device)[:, None], torch.arange(T, device=q.device), sight)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None and R > 1, scale=sight.scale,

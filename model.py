@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import attention
 import mixers
-from axes.base import Linear
 from axes.positions import POSITIONS, parse_rope_scaling, rotation
 from axes.rows import SINKS
 from common.flags import Knobs, knob
@@ -53,9 +52,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         gated, hidden = config.mlp == "swiglu", hidden_width(config)
-        self.c_fc = Linear(config.n_embd, hidden, bias=config.bias)
-        self.c_gate = Linear(config.n_embd, hidden, bias=config.bias) if gated else None
-        self.c_proj = Linear(hidden, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias) if gated else None
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
         self.activation = F.silu if gated else self.ACTIVATIONS[config.mlp]
         self.dropout = nn.Dropout(config.dropout)
 
@@ -267,7 +266,7 @@ class GPT(nn.Module):
             "h": nn.ModuleList(Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)),
             "ln_f": make_norm(config),
         })
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie()
         if self.ahead:                                                  # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))

@@ -7,11 +7,9 @@ learns, its constants, and what it cannot be combined with. A new value is a new
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
 from torch.nn import functional as F
 
 
@@ -114,37 +112,6 @@ def wrong_bias_dims(config, args, choices):
 def wide(x):
     """The same tensor in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class Linear(nn.Linear):
-    """nn.Linear, but few rows are faster."""
-
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
-# On AMD's CPUs, MKL, oneDNN and torch's fused attention read the operands of one row at half of the memory's speed
-AMD = (f := Path("/proc/cpuinfo")).exists() and "AuthenticAMD" in f.read_text() and torch.backends.mkl.is_available()
-
-
-def linear(x, weight, bias=None):
-    """F.linear: from x (.., C) with weight (N, C) and bias (N,) or None to (.., N).
-
-    One or two rows, as in decoding, take as long as reading the weight does. On AMD's CPUs, a large one is read twice
-    as fast in float32 if it is cut into a batch, and in 16 bits by torch's own product instead of oneDNN's."""
-    rows, library = x.numel() // x.shape[-1], torch.backends.mkldnn
-    if rows > 2 or not AMD or x.device.type != "cpu" or torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    if torch.is_autocast_enabled("cpu") or weight.dtype != torch.float32 or weight.numel() < 2**18:     # small: cached
-        before, library.enabled = library.enabled, False
-        try:
-            return F.linear(x, weight, bias)
-        finally:
-            library.enabled = before
-    parts = weight.view(math.gcd(len(weight), 32), -1, weight.shape[1])                 # (P, N / P, C)
-    y = torch.bmm(parts, x.reshape(1, rows, -1).mT.expand(len(parts), -1, -1))          # (P, N / P, rows)
-    y = y.view(len(weight), rows).mT.reshape(*x.shape[:-1], -1)         # (.., N)
-    return y if bias is None else y + bias
 
 
 def split_heads(x, heads, width):

@@ -1,14 +1,15 @@
 """The base class of attention and all other mixers: projections, learned choices, cache and interface."""
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
 
 from axes import options
-from axes.base import Fixed, Linear, Normal, linear, split_heads
+from axes.base import Fixed, Normal, split_heads
 from axes.positions import rotate, rotation
 from axes.sight import Sight, start_of
 
 
-class Projections(Linear):
+class Projections(nn.Linear):
     """The linear layer of queries, keys and values, side by side: (B, R, C) to (B, R, sum of widths).
 
     widths: {"q": width, ...}. bias_of: the part whose bias is used, or all. The others, without a gradient, stay 0."""
@@ -22,7 +23,7 @@ class Projections(Linear):
         if bias is not None and self.bias_of != "all":
             parts = zip(self.widths, bias.split([*self.widths.values()]), strict=True)
             bias = torch.cat([b * (part == self.bias_of) for part, b in parts])
-        return linear(x, self.weight, bias)
+        return F.linear(x, self.weight, bias)
 
 
 def extended(past, name, new, axis=2, grows=True):
@@ -82,7 +83,7 @@ class Layer(nn.Module):
         self.heads = config.n_head * self.width // value_width          # of the output
         self.c_attn = Projections(config.n_embd, {part: h * w for part, (h, w) in self.shapes.items()},
                                   config.bias or config.qkv_bias, config.bias_of)
-        self.c_proj = Linear(self.heads * value_width, config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
         # which keys a row sees, and the constant factor on scores
         windowed = layer % config.window_every == 0

@@ -16,10 +16,7 @@ from torch.nn import functional as F
 import attention
 import mixers
 from attention import ATTENTIONS
-from axes.base import linear
 from axes.positions import POSITIONS, rope_frequencies
-from axes.sight import Sight
-from kernels import plain_softmax
 from model import GPT, hidden_width
 
 
@@ -179,20 +176,6 @@ def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cac
     logits = gpt.lm_head(gpt.transformer.ln_f(x))
     close(gpt(idx)[0], logits, dtype=torch.float32)
     close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("amd, rows", [(True, 1), (True, 2), (True, 3), (False, 1)])
-@torch.no_grad()
-def test_decoding_steps_take_another_way_to_the_same_products_on_some_cpus(monkeypatch, amd, rows):
-    for module in ("axes.base", "kernels"):
-        monkeypatch.setattr(f"{module}.AMD", amd)
-    inputs = normal(1, rows, 256), normal(1056, 256, stream=1), normal(1056, stream=2)
-    qkv = normal(rows, 2, 1, 8), normal(rows, 1, 600, 8, stream=1), normal(rows, 1, 600, 8, stream=2)
-    for dtype in (torch.float32, torch.bfloat16):
-        close(linear(*(part.to(dtype) for part in inputs)), F.linear(*inputs), terms=16, dtype=dtype)
-        o = plain_softmax(*(part.to(dtype) for part in qkv), Sight(), 0.0)
-        close(o, F.scaled_dot_product_attention(*qkv, scale=1.0, enable_gqa=True), terms=16, dtype=dtype, size=1.0)
-    assert torch.backends.mkldnn.enabled
 
 
 def test_the_seed_decides_the_draws_and_model_and_global_generator_stay_as_they_were():
