@@ -128,12 +128,12 @@ class GPTConfig(Knobs):
     norm_place: str = knob(
         "pre", "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
         "(post, which needs a learning-rate warm-up)", ("pre", "out", "post"))
-    norm_eps: float = knob(1e-5, "epsilon of the norms")
+    norm_eps: float = knob(1e-5, "epsilon of the norms", least=1e-12, below=1)
     embed_norm: bool = knob(False, "a norm on the token embeddings as well, as in BLOOM")
     mlp: str = knob("gelu", "activation of the MLP; swiglu: a gated MLP",
                     ("relu", "gelu", "gelu_tanh", "swiglu", "relu2"))
     tied: bool = knob(True, "the output layer shares the token embedding's weights")
-    rope_base: float = knob(10000.0, "base of RoPE's wavelengths")
+    rope_base: float = knob(10000.0, "base of RoPE's wavelengths", least=1e-3, below=math.inf)
     rope_scaling: str = knob(
         "", "longer RoPE wavelengths for longer contexts: linear:FACTOR, ntk:RATIO (NTK-aware), or "
         "llama3:FACTOR,LOW,HIGH,ORIGINAL (as in LLaMA 3.1)")
@@ -208,8 +208,6 @@ class GPTConfig(Knobs):
                 ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
                 ("n_head", self.n_head % self.n_kv_head == 0, f"is not divisible by n_kv_head={self.n_kv_head}"),
                 ("bias_of", self.bias_of == "all" or self.bias or self.qkv_bias, "needs biases: add --qkv_bias=1"),
-                ("norm_eps", 0 < self.norm_eps < 1, "must lie between 0 and 1"),
-                ("rope_base", 0 < self.rope_base < math.inf, "must be a positive number"),
                 ("rope_scaling", not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
                  f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope")):
             if not valid:

@@ -85,7 +85,7 @@ class Train(Knobs):
     gradient_accumulation_steps: int = knob(
         1, "sequences per step, over all ranks, as a multiple of batch_size", least=1)
     # AdamW, with linear warm-up and cosine decay
-    learning_rate: float = knob(6e-4, "largest learning rate")
+    learning_rate: float = knob(6e-4, "largest learning rate", least=1e-12, below=math.inf)
     head_lr: float = knob(
         1.0, "factor on the learning rate of parameters outside linear layers, such as tau",
         least=0)
@@ -97,7 +97,8 @@ class Train(Knobs):
     decay_lr: bool = knob(True, "cosine decay of the learning rate; 0: constant after the warm-up")
     warmup_iters: int = knob(100, "steps of linear warm-up")
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
-    min_lr: float = knob(-1.0, "learning rate at the end; negative: a tenth of learning_rate")
+    min_lr: float = knob(
+        -1.0, "learning rate at the end; negative: a tenth of learning_rate", below=math.inf)
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
     head_balance: float = knob(
         0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads",
@@ -129,9 +130,6 @@ class Train(Knobs):
         if self.train_only != "all" and self.init_from == "scratch":
             raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so "
                              "the rest must come from a run: name it with --init_from")
-        if not 0 < self.learning_rate < math.inf or math.isnan(self.min_lr):
-            raise ValueError(f"--learning_rate={self.learning_rate} and --min_lr={self.min_lr} "
-                             "must be numbers, the first above 0")
 
 
 @dataclass
