@@ -81,8 +81,8 @@ def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(tm
             pass
         assert [path.read_text() for path in run.folder.iterdir()] == [text]
         # every other rank gets the main rank's error from `share`
-        rank = SimpleNamespace(main=False, peak_flops=MACHINE.peak_flops, share=lambda _: says)
-        with pytest.raises(ValueError, match="trains in"), Run(run.folder, rank).locked(rank):
+        rank = SimpleNamespace(main=False, peak_flops=MACHINE.peak_flops, share=lambda _: "of the main rank")
+        with pytest.raises(ValueError, match="of the main rank"), Run(run.folder, rank).locked(rank):
             pass
 
 
