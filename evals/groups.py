@@ -36,7 +36,7 @@ class Groups(Windows):
 
 
 def command(args, run):
-    """Show the groups of tokens that Focus has learned, and which distant pairs of tokens they let attend."""
+    """Show the groups of tokens that Focus has learned, and how many distant pairs of tokens they keep."""
     check(run)
     T, config = run.window(args.length), run.model.config
     seen = look(args, run, T)

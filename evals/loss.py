@@ -32,6 +32,8 @@ class Loss(Windows):
     batch_size: int = knob(16, "windows per forward pass")
 
 
+# knobs in which runs of one row may differ
+ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
 ADVICE = {"tokenizer": "look at one run after another",
           "training data (hash)": "name data for all with --dataset",
           "block_size": "set one for all with --length"}
@@ -65,7 +67,7 @@ def command(args, run):
     return run.reads(args.split, len(losses), length) | {
         "loss": loss, "loss_error": error,
         "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split), "losses": losses.tolist(),
-        "knobs": {name: knobs[name] for name in knobs if name not in ("seed", "out_dir")},
+        "knobs": {name: knobs[name] for name in knobs if name not in ALIKE},
         # a run under other choices than its own was not trained so
         "log": None if run.overrides else str(run.out_dir / "log.csv")}, ""
 
@@ -109,7 +111,7 @@ def groups_of(found):
         for name, value in knobs.items():
             differs = any(other.get(name) != value for other in every)
             if differs and (name not in usual or usual[name] != value):
-                label += f" --{name}={value}"
+                label += f" --{name}={int(value) if isinstance(value, bool) else value}"
         labelled[label] = group
     return labelled
 
@@ -122,7 +124,8 @@ def draw(path, found):
         for label, group in groups_of(found).items():
             steps, values = curves(group, "val_loss")
             mean = values.mean(0)
-            line, = ax.plot(steps, mean, label=f"{label}, runs: {len(group)}")
+            dot = "o" if len(steps) == 1 else None
+            line, = ax.plot(steps, mean, marker=dot, label=f"{label}, runs: {len(group)}")
             colour = line.get_color()
             if len(group) > 1:
                 deviation = values.std(0, ddof=1)

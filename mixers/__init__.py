@@ -74,7 +74,8 @@ def check_packs(config):
     """Raise ValueError if a layer cannot keep packed documents (--docs) apart. Only attention can."""
     if config.mixer != "attention":
         raise ValueError(f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which does "
-                         "not keep documents apart: leave out --docs")
+                         "not keep documents apart: leave out --docs, or look at an earlier run after git "
+                         "checkout 55b941e")
     if config.sink == "token":
         raise ValueError("--docs=1 cannot be used with --sink=token, which precedes the first document only: use "
                          "--sink=key_value")
