@@ -1,7 +1,6 @@
 """The kernels compile for GPUs that this machine may lack: Triton needs no GPU for that.
 
-With -s the tests print registers and programs per multiprocessor (SM), and with --all they compile
-for more GPUs.
+They run only with --all. With -s they print registers and programs per multiprocessor (SM).
 """
 import hashlib
 import json
@@ -116,8 +115,8 @@ MORE = [f"{sm} {TIGHT}" for sm in (86, 89, 100, 120)] + [
     for calls in (f"64 {FULLEST}", f"128 {FULLEST}", "256 elastic+busy lssar+busy gla")]
 
 
-@pytest.mark.parametrize(
-    "case", [f"90 {TIGHT}", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MORE)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [f"90 {TIGHT}", *MORE])
 def test_kernels_do_not_spill_fit_into_shared_memory_and_use_tensor_cores(case):
     """The tiles were chosen with Triton 3.9 for Ampere and Hopper: older versions may spill some
     registers, and so do sm_100 and the widest heads."""

@@ -299,7 +299,7 @@ def test_the_kernels_of_each_rule_equal_the_reference_in_outputs_and_all_gradien
 
 
 @given(st.sampled_from(RULES), CALLS, st.data())
-@settings(max_examples=examples(6))
+@settings(max_examples=examples(3))
 def test_kernels_equal_the_reference_in_outputs_and_all_gradients(rule, call, draws):
     check(rule, call, draws)
 
