@@ -68,7 +68,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {"": 30_100, "axes": 7_800, "mixers": 22_600, "training": 2_600, "common": 6_900,
-            "data": 8_100, "docs": 1_100, "pretrained": 5_300, "evals": 42_800, "tests": 88_700}
+            "data": 8_100, "docs": 1_100, "pretrained": 5_300, "evals": 42_800, "tests": 89_000}
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

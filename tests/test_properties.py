@@ -66,7 +66,7 @@ def drawn_layer(fixed, data, **more):
 def drawn_inputs(module, call):
     """q, k, v, x, and the parts of a Distance, or None. Only attention adds a bias to scores."""
     attention = module.config.mixer == "attention"
-    rows = min(call["T"], call["rows"]) if attention or module.config.mixer == "routing" else None
+    rows = min(call["T"], call["rows"]) if attention else None
     q, k, v, x = inputs(module, call["T"], rows, B=call["B"])
     v = v * (torch.arange(call["T"]) % 3 > 0)[:, None] if call["zeros"] else v
     if not attention:

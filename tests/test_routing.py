@@ -2,6 +2,7 @@
 from functools import partial
 from types import SimpleNamespace
 
+import reference_mixers as reference
 import torch
 from bounds import close
 from layers import fresh, inputs
@@ -9,6 +10,13 @@ from torch.nn import functional as F
 
 ALONE = SimpleNamespace(mean=lambda x: x)       # a Machine with one rank
 layer = partial(fresh, "routing", n_kv_head=2)
+
+
+def test_fewer_queries_than_keys_form_clusters_of_their_own():
+    module = layer(attn_args="clusters=3,cluster_size=6")
+    q, k, v, x = inputs(module, 31, 9)
+    close(module.weights_of(q, k, x), reference.weights(module, q, k, x))
+    close(module.attend(q, k, v, x), reference.attend(module, q, k, v, x))
 
 
 def test_centroids_move_to_the_vectors_nearest_to_them():
