@@ -62,8 +62,6 @@ def command(args, run):
     losses = window_losses(run.model, split, run.machine, args.windows, args.batch_size, length)
     loss, error = mean_and_error(losses)
     knobs = run.meta["knobs"] | asdict(run.model.config)
-    if knobs.get("init_from") == "resume":      # as if the run had not been stopped
-        knobs["init_from"] = "scratch"
     return run.reads(args.split, len(losses), length) | {
         "loss": loss, "loss_error": error,
         "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split), "losses": losses.tolist(),
