@@ -335,15 +335,16 @@ def overrides_of(recipes, given):
     """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row in ATTENTIONS sets
     it, and a constant of --attn_args those that have it. If none does, and for any other flag, it reaches all."""
     configs = {attn: GPTConfig(attn=attn) for attn in recipes}
-    names = {attn: config.recipe.keys() | constants(config, mixers.MIXERS[config.mixer].axes)
-             for attn, config in configs.items()}
+    axes = {attn: set(config.recipe) for attn, config in configs.items()}
+    named = {attn: set(constants(config, mixers.MIXERS[config.mixer].axes)) for attn, config in configs.items()}
     found = {}
     for attn in recipes:
-        # axes and constants of the other recipes, which this one does not have
-        foreign = set().union(*names.values()) - names[attn]
-        changed = {name: value for name, value in given.items() if name not in foreign} | {"attn": attn}
+        # what only the other recipes have. MagicPIG's constant `first` is not the axis of that name
+        foreign_axes = set().union(*axes.values()) - axes[attn]
+        foreign_args = set().union(*named.values()) - named[attn]
+        changed = {name: value for name, value in given.items() if name not in foreign_axes} | {"attn": attn}
         args = changed.pop("attn_args", "").split(",")
-        if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign):
+        if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign_args):
             changed["attn_args"] = args
         found[attn] = changed
     return found

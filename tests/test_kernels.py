@@ -301,6 +301,8 @@ def test_the_kernels_of_each_rule_equal_the_reference_in_outputs_and_all_gradien
 @given(st.sampled_from(RULES), CALLS, st.data())
 @settings(max_examples=examples(3))
 def test_kernels_equal_the_reference_in_outputs_and_all_gradients(rule, call, draws):
+    # in half precision, eager LSSAR divides 0 by 0 where all scores of a row equal their mean
+    assume(rule != "lssar" or call["scores"] != "equal" or call["dtype"] == torch.float32)
     check(rule, call, draws)
 
 

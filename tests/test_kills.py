@@ -88,13 +88,15 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
         waits = [wait_until_it_saves, *waits, *rng.choices(anytime, k=kills - 2)]
     finish(train(whole))
     mute = ["sh", "-c", 'exec "$@" >&-', "sh"] if ranks == 1 else []
-    codes = [kill([*mute, *train(out)], out, wait, rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ())[0]
-             for wait in waits]
-    assert all(codes[:2])
-    if ranks == 1:
-        code, said = kill(train(out), out, wait_until_it_has_saved, how=signal.SIGINT)
-        step = read_checkpoint(out / "ckpt.pt")["step"]
-        assert code == 130 and f"saved at step {step}; go on with: python train.py --out_dir={out} --init_from" in said
+    for n, wait in enumerate(waits):
+        alone = rng.choice(((), ("0",), ("1",), ("0", "1"))) if ranks > 1 else ()
+        code, _ = kill([*mute, *train(out)], out, wait, alone)
+        assert code or n > 1                    # a later one may end first
+        if ranks == 1 and n == min(1, kills - 1):
+            code, said = kill(train(out), out, wait_until_it_has_saved, how=signal.SIGINT)
+            step = read_checkpoint(out / "ckpt.pt")["step"]
+            assert code == 130
+            assert f"saved at step {step}; go on with: python train.py --out_dir={out} --init_from" in said
     finish(train(out))                          # takes over the lock of a killed process
     assert_same_run(out, whole)
     train_here("--init_from=resume", f"--out_dir={out}")
