@@ -1,20 +1,23 @@
-"""How attention scores become attention weights: the rules, the published recipes, and the layer around them.
+"""How attention scores become attention weights: the rules, the published recipes, and the layer
+around them.
 
 One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The weights come from a rule
 
     w_ij = f(s_ij; r_i, t_i)
 
-of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its scores) and a row input t_i (such as a
-threshold). Each rule has one card below: its formula, its definition in PyTorch, the same in Triton, and its row in
-RULES. A recipe, such as --attn=elastic, is an entry of ATTENTIONS: a rule and a choice on each axis around it (see
-axes/). `Attention.forward` and `Attention.attend` go from x to y. kernels.py computes any rule block by block, so its
-memory is linear in T.
+of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its scores) and a row
+input t_i (such as a threshold). Each rule has one card below: its formula, its definition in
+PyTorch, the same in Triton, and its row in RULES. A recipe, such as --attn=elastic, is an entry of
+ATTENTIONS: a rule and a choice on each axis around it (see axes/). `Attention.forward` and
+`Attention.attend` go from x to y. kernels.py computes any rule block by block, so its memory is
+linear in T.
 
-Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q and k, E width of v,
-C = n_embd. q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H. Scores and weights are (B, H, R, T),
-row vectors (B, H, R, 1). A differential recipe has two score heads, called views, for each output head: heads 0, 2, ..
-form view a, heads 1, 3, .. view b.
+Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q
+and k, E width of v, C = n_embd. q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide
+H. Scores and weights are (B, H, R, T), row vectors (B, H, R, 1). A differential recipe has two
+score heads, called views, for each output head: heads 0, 2, .. form view a, heads 1, 3, .. view b.
 """
+
 import dataclasses
 import math
 import re
@@ -31,40 +34,58 @@ from axes.layer import Layer
 from axes.positions import Distance, as_distance
 from axes.sight import visible, visible_count
 from common.flags import layers_of
-from kernels import BINARY, LN2, LOG2E, Kernel, const_power, jit, log_one_plus, logistic, real_power, tl
+from kernels import (
+    BINARY,
+    LN2,
+    LOG2E,
+    Kernel,
+    const_power,
+    jit,
+    log_one_plus,
+    logistic,
+    real_power,
+    tl,
+)
 
-# ------------------------------------------------------------------------------------------------------- what a rule is
-# In PyTorch a rule takes a block of scores s (B, H, R, T) in float32 or float64, the mask `seen` of visible keys
-# (broadcastable to s), the row input t and, if the rule has one, the constant `power`. It returns weights of the shape
-# of s, zero where masked.
+# ----------------------------------------------------------------------------------- what a rule is
+# In PyTorch a rule takes a block of scores s (B, H, R, T) in float32 or float64, the mask `seen` of
+# visible keys (broadcastable to s), the row input t and, if the rule has one, the constant `power`.
+# It returns weights of the shape of s, zero where masked.
 #
 # In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
-#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z for settle, u for the backward pass
-#   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh and slope get. Its
-#           argument r is the running maximum in the first pass (FIRST), and the last estimate in every later pass. A
-#           rule whose weights depend on no other score of the row has no settle
-#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij = do_i . v_j is the
-#           gradient of w_ij, do that of o. A score also moves r, and so the other weights of its row. One number of the
-#           row holds all that: delta_i = do_i . U_i - dr_i, where U_i = sum_j u_ij v_j / sum_j z_ij
+#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z for settle, u for the
+#           backward pass
+#   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh
+#           and slope get. Its argument r is the running maximum in the first pass (FIRST), and the
+#           last estimate in every later pass. A rule whose weights depend on no other score of the
+#           row has no settle
+#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij =
+#           do_i . v_j is the gradient of w_ij, do that of o. A score also moves r, and so the other
+#           weights of its row. One number of the row holds all that: delta_i = do_i . U_i - dr_i,
+#           where U_i = sum_j u_ij v_j / sum_j z_ij
 #   lift    s, t, power -> another score, which replaces s in weigh. Few rules have it
-# For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the threshold.
-# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware computes 2^x.
+# For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the
+# threshold.
+# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the
+# hardware computes 2^x.
 # A comment above a line of Triton gives the same in PyTorch, unless both read alike.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
-MASKED = -1e30                                  # additive mask. Finite, so a fully masked row gives no NaN
+MASKED = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Choice):
-    weights: Callable | None = None             # s, seen, t -> weights: the definition
-    statistic: Callable | None = None           # s, seen, weights -> r (B, H, R, 1), if anything needs it
-    row_input: Callable | None = None           # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
-    power: Callable | None = None               # args -> the constant power of rules that have one
-    kernel: Kernel | None = None                # the same rule in Triton; None: the block loop computes it everywhere
-    threshold_of: str | None = None             # another rule: the kernel's t is t times that rule's row sum
+    weights: Callable | None = None  # s, seen, t -> weights: the definition
+    statistic: Callable | None = None  # s, seen, weights -> r (B, H, R, 1), if anything needs it
+    # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
+    row_input: Callable | None = None
+    power: Callable | None = None  # args -> the constant power of rules that have one
+    # the same rule in Triton; None: the block loop computes it everywhere
+    kernel: Kernel | None = None
+    threshold_of: str | None = None  # another rule: the kernel's t is t times that rule's row sum
 
-    has_weights = True                          # the output is a linear function of the values
+    has_weights = True  # the output is a linear function of the values
 
     @property
     def normalizes(self):
@@ -80,22 +101,24 @@ def row_sum(s, seen, w):
     return w.sum(-1, keepdim=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- softmax
-# w_ij = exp(s_ij - r_i),   r_i = log sum_j exp(s_ij)                                         Vaswani et al. 2017, eq. 1
+# ------------------------------------------------------------------------------------------ softmax
+# w_ij = exp(s_ij - r_i),   r_i = log sum_j exp(s_ij)                     Vaswani et al. 2017, eq. 1
 # ds_ij = w_ij (g_ij - delta_i)
 
 
 def softmax(s, seen, t=None):
-    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row sums to 1. A row without a relevant key must still put its weight
-    somewhere, usually on the first token: the attention sink.
+    """w_ij = exp(s_ij) / sum_k exp(s_ik): every row sums to 1. A row without a relevant key must
+    still put its weight somewhere, usually on the first token: the attention sink.
 
     No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1."""
     return torch.softmax(s + ~seen * MASKED, -1)
 
 
 class LogSumExp(torch.autograd.Function):
-    """The log-sum-exp of each row (natural logarithm) from its softmax w: r = s_ij - log w_ij for any j. The largest
-    weight gives the best precision. This avoids a second pass of exponentials, and the gradient of r is w itself."""
+    """The log-sum-exp of each row (natural logarithm) from its softmax w: r = s_ij - log w_ij for
+    any j. The largest weight gives the best precision. This avoids a second pass of exponentials,
+    and the gradient of r is w itself."""
+
     @staticmethod
     def forward(ctx, s, seen, w):
         ctx.save_for_backward(w)
@@ -123,27 +146,32 @@ def softmax_slope(s, r, t, power: tl.constexpr, g, delta):
 
 @jit
 def softmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = torch.logsumexp(s, -1)                    (the argument r is the maximum m, sum_z the sum of 2^(s - m))
-    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.)                          # sum_z is 0 in a row without weights
+    # r = torch.logsumexp(s, -1)       (the argument r is the maximum m, sum_z the sum of 2^(s - m))
+    return tl.where(sum_z > 0, r + tl.log2(sum_z), 0.0)  # sum_z is 0 in a row without weights
 
 
-RULES["softmax"] = Rule(weights=softmax, statistic=LogSumExp.apply, kernel=Kernel(
-    softmax_weigh, softmax_slope, softmax_settle, online=True, unit=BINARY))
+RULES["softmax"] = Rule(
+    weights=softmax,
+    statistic=LogSumExp.apply,
+    kernel=Kernel(softmax_weigh, softmax_slope, softmax_settle, online=True, unit=BINARY),
+)
 
-# -------------------------------------------------------------------------------------------------------------- elastic
-# w_ij = relu(p_ij - t_i),   p = softmax(s),   t_i = tau_h / n_i                       Lazy Attention, eq. 5 and table 2
+# ------------------------------------------------------------------------------------------ elastic
+# w_ij = relu(p_ij - t_i),   p = softmax(s),   t_i = tau_h / n_i   Lazy Attention, eq. 5 and table 2
 # ds_ij = p_ij (m_ij g_ij - delta_i),   m_ij = [p_ij > t_i],   U_i = sum_j p_ij m_ij v_j
 
 
 def elastic(s, seen, t):
-    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may sum to less than 1, a uniform row to 0.
+    """w_ij = relu(p_ij - t_i), p = softmax(s), t_i = tau_h / n_i: a row may sum to less than 1, a
+    uniform row to 0.
 
-    Weights that softmax would park on a sink fall below the threshold and become exactly zero. The others are not
-    renormalised. For tau >= 0 the row sum lies in [0, 1].
-    Learned: tau (H,). It starts at 1, where a uniform row outputs zero. n_i is the number of visible keys.
+    Weights that softmax would park on a sink fall below the threshold and become exactly zero. The
+    others are not renormalised. For tau >= 0 the row sum lies in [0, 1].
+    Learned: tau (H,). It starts at 1, where a uniform row outputs zero. n_i is the number of
+    visible keys.
     Source: Lazy Attention, eq. 5 and table 2.
-    Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01, depending on the script,
-    with 100 times the learning rate (here --head_lr=100)."""
+    Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01,
+    depending on the script, with 100 times the learning rate (here --head_lr=100)."""
     # without the mask, tau < 0 would give masked keys a weight
     return (softmax(s, seen) + -t).add_(~seen * MASKED).relu_()
 
@@ -157,8 +185,8 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[..., None]
 
 
-# In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only beyond t (1 + 2^-18):
-# otherwise rounding would decide this tie
+# In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only
+# beyond t (1 + 2^-18): otherwise rounding would decide this tie
 TIE = tl.constexpr(1 + 2**-18)
 
 
@@ -166,44 +194,60 @@ TIE = tl.constexpr(1 + 2**-18)
 def elastic_weigh(s, r, t, power: tl.constexpr):
     # p = torch.exp(s - r); w = torch.relu(p - t)
     p = tl.exp2(s - r)
-    return tl.maximum(p - t, 0.), p, tl.where(p > t * TIE, p, 0.)
+    return tl.maximum(p - t, 0.0), p, tl.where(p > t * TIE, p, 0.0)
 
 
 @jit
 def elastic_slope(s, r, t, power: tl.constexpr, g, delta):
     # p = torch.exp(s - r); g = g * (p > t)
     p = tl.exp2(s - r)
-    g = tl.where(p > t * TIE, g, 0.)
+    g = tl.where(p > t * TIE, g, 0.0)
     # ds = p * (g - delta); dt = -g.sum(-1)
     return p * (g - delta), -g
 
 
 RULES["elastic"] = Rule(
     learns=lambda layer: {"tau": torch.full((layer.heads,), layer.args["tau_init"])},
-    args={"tau_init": Constant(1.0), "per_length": Constant(True, word="block"), "learn_tau": Constant(True)},
-    weights=elastic, row_input=elastic_threshold, kernel=Kernel(
-        elastic_weigh, elastic_slope, softmax_settle, passes=1, save_u=True, takes_t=True, unit=BINARY))
+    args={
+        "tau_init": Constant(1.0),
+        "per_length": Constant(True, word="block"),
+        "learn_tau": Constant(True),
+    },
+    weights=elastic,
+    row_input=elastic_threshold,
+    kernel=Kernel(
+        elastic_weigh,
+        elastic_slope,
+        softmax_settle,
+        passes=1,
+        save_u=True,
+        takes_t=True,
+        unit=BINARY,
+    ),
+)
 
-# ---------------------------------------------------------------------------------------------------- entmax, sparsemax
+# -------------------------------------------------------------------------------- entmax, sparsemax
 # w_ij = x_ij^a,   x_ij = relu(s_ij / a - r_i),   r_i such that the row sums to 1,   a = 1 / (alpha - 1), the power
 # ds_ij = u_ij (g_ij - delta_i),   u_ij = x_ij^(a - 1),   U_i = sum_j u_ij v_j / sum_j u_ij    Peters et al. 2019, eq. 7
 
 
 def entmax(s, seen, t=None, power=2.0):
-    """w_ij = relu((alpha - 1) s_ij - r_i)^power, power = 1 / (alpha - 1), with the r_i that makes the row sum to 1.
+    """w_ij = relu((alpha - 1) s_ij - r_i)^power, power = 1 / (alpha - 1), with the r_i that makes
+    the row sum to 1.
 
-    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get exact zeros. Rows
-    still sum to 1, so a sink may form, but only a few keys get weight.
-    Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 + sigmoid(theta_h). Then the power
-    is passed as the row input t.
+    Between softmax (alpha 1) and sparsemax (alpha 2), 1.5 by default. Keys far below the best get
+    exact zeros. Rows still sum to 1, so a sink may form, but only a few keys get weight.
+    Learned, with --attn_args=alpha=learned: theta (H,), 0 at the start, alpha_h = 1 +
+    sigmoid(theta_h). Then the power is passed as the row input t.
     Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019."""
     power = t if power is None else power
     z = s / power + ~seen * MASKED
-    z = z - z.detach().amax(-1, keepdim=True)                           # now r lies in [-1, 0]
+    z = z - z.detach().amax(-1, keepdim=True)  # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), power)
     x = F.relu(z - r)
-    w = x ** power
-    # one more step of Newton's method leaves r as it is, but is differentiable, so gradients reach z and the power
+    w = x**power
+    # one more step of Newton's method leaves r as it is, but is differentiable, so gradients reach
+    # z and the power
     slope = (power * w / x.clamp(min=torch.finfo(x.dtype).tiny)).sum(-1, keepdim=True).detach()
     return F.relu(z - r - (w.sum(-1, keepdim=True) - 1) / slope) ** power
 
@@ -212,15 +256,16 @@ def entmax(s, seen, t=None, power=2.0):
 def entmax_threshold(z, power):
     """The r (.., 1) at which sum_j relu(z_j - r)^power = 1, for rows z whose maximum is 0.
 
-    Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. r rises and never passes the
-    solution. It starts at -1, where the largest key alone has weight 1, or higher: n keys with the mean m have, by
-    Jensen's inequality, at least the weight n (m - r)^power, so r is not below m - n^(-1/power)."""
+    Newton's method on (sum_j relu(z_j - r)^power)^(1/power), which is convex in r. r rises and
+    never passes the solution. It starts at -1, where the largest key alone has weight 1, or higher:
+    n keys with the mean m have, by Jensen's inequality, at least the weight n (m - r)^power, so r
+    is not below m - n^(-1/power)."""
     x = F.relu(z + 1)
     n = (x > 0).sum(-1, keepdim=True, dtype=z.dtype)
     r = (x.sum(-1, keepdim=True) / n - n ** (-1 / power)).clamp(min=0) - 1
-    for _ in range(60):                         # usually stops after 2 to 10
+    for _ in range(60):  # usually stops after 2 to 10
         x = (z - r).relu_()
-        w = x ** power
+        w = x**power
         total, u = w.sum(-1, keepdim=True), w.div_(x.clamp_(min=torch.finfo(z.dtype).tiny))
         step = (total - total ** (1 - 1 / power)) / u.sum(-1, keepdim=True)
         r = r + step
@@ -230,23 +275,26 @@ def entmax_threshold(z, power):
 
 
 def entmax_row_input(layer, n):
-    """t = 1 / (alpha_h - 1) where alpha is learned. A constant alpha is the rule's power instead."""
+    """t = 1 / (alpha_h - 1) where alpha is learned. A constant alpha is the rule's power
+    instead."""
     if layer.args["alpha"] == "learned":
-        theta = torch.where(layer.theta > -4.6, layer.theta, -4.6)      # alpha is at least 1.01
+        theta = torch.where(layer.theta > -4.6, layer.theta, -4.6)  # alpha is at least 1.01
         return (1 + torch.exp(-theta))[:, None, None]
 
 
 def sparsemax(s, seen, t=None, power=1.0):
-    """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha 2, its sparsest
-    form. The row still spends 1, so a sink may form.
+    """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha
+    2, its sparsest form. The row still spends 1, so a sink may form.
 
     No learned scalars. Source: Martins & Astudillo 2016, eq. 1."""
     return entmax(s, seen, None, power)
 
 
-# A learned power differs from row to row: t holds it, and the constant power is 0. The gradient of t is
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). It includes the derivative of x = s / t - r by t, -(x + r) / t. The
-# term with r vanishes, because ds sums to 0 over the row.
+# A learned power differs from row to row: t holds it, and the constant power is 0. The gradient of
+# t is
+# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). It includes the derivative of x = s / t - r by
+# t, -(x + r) / t. The term with r vanishes, because ds sums to 0 over the row.
+
 
 @jit
 def entmax_lift(s, t, power: tl.constexpr):
@@ -260,7 +308,7 @@ def entmax_weigh(s, r, t, power: tl.constexpr):
         u = real_power(s - r, t - 1)
     else:
         u = const_power(s - r, power - 1)
-    return u * tl.maximum(s - r, 0.), u, u
+    return u * tl.maximum(s - r, 0.0), u, u
 
 
 @jit
@@ -270,7 +318,7 @@ def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
         x = s / t - r
         ds = real_power(x, t - 1) * (g - delta)
         # dt = (ds * x * (torch.log(x) - 1)).sum(-1)
-        return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.)
+        return ds, tl.where(x > 0, ds * x * (tl.log2(x) * LN2 - 1), 0.0)
     else:
         ds = const_power(s / power - r, power - 1) * (g - delta)
         return ds, ds
@@ -280,47 +328,69 @@ def entmax_slope(s, r, t, power: tl.constexpr, g, delta):
 def entmax_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
     # r so that (relu(s / power - r)**power).sum(-1) == 1
     if FIRST:
-        # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1: the solution is not smaller
-        return r - 1.
+        # the argument r is the maximum m. At r = m - 1 the largest key alone has weight 1: the
+        # solution is not smaller
+        return r - 1.0
     else:
         # one step of Newton's method, as in entmax_threshold: r rises and never passes the solution
         step = sum_w - real_power(sum_w, 1 - 1 / (t if power == 0 else power))
         return r + step / tl.maximum(sum_z, 1e-30)
 
 
-ENTMAX = Kernel(entmax_weigh, entmax_slope, entmax_settle, entmax_lift, passes=24, save_u=True, skip=True, heavy=True)
+ENTMAX = Kernel(
+    entmax_weigh,
+    entmax_slope,
+    entmax_settle,
+    entmax_lift,
+    passes=24,
+    save_u=True,
+    skip=True,
+    heavy=True,
+)
 RULES["entmax"] = Rule(
-    learns=lambda layer: {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {},
-    args={"alpha": Constant(1.5, 1.01, 2.0, "learned")}, weights=entmax, row_input=entmax_row_input,
+    learns=lambda layer: (
+        {"theta": torch.zeros(layer.heads)} if layer.args["alpha"] == "learned" else {}
+    ),
+    args={"alpha": Constant(1.5, 1.01, 2.0, "learned")},
+    weights=entmax,
+    row_input=entmax_row_input,
     power=lambda args: None if args["alpha"] == "learned" else 1 / (args["alpha"] - 1),
-    kernel=ENTMAX._replace(power=2.0, takes_power=True, with_t="alphamax"))
+    kernel=ENTMAX._replace(power=2.0, takes_power=True, with_t="alphamax"),
+)
 RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
-# ---------------------------------------------------------------------------------------------------------------- lssar
+# -------------------------------------------------------------------------------------------- lssar
 # a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),   w_ij = x_ij^power / sum_k x_ik^power
-# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s), and w is the softmax
-# of power log x, because x^power overflows.                                        Gao & Spratling 2501.13428, eq. 4, 5
+# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s),
+# and w is the softmax
+# of power log x, because x^power overflows.                    Gao & Spratling 2501.13428, eq. 4, 5
 # ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij
 
 
 def lssar(s, seen, t, power=15.0):
     """a_ij = softplus(s_ij) / sum_k softplus(s_ik),  w_ij = x_ij^power / sum_k x_ik^power,  x_ij = relu(a_ij - t_i).
 
-    t_i = 1 / n_i, or 0 if the row sees at most three keys (the paper's o_i / n_i). Keys below the uniform share 1 / n_i
-    get weight 0, and the power sharpens the others. Every row sums to 1, but a uniform row of more than three keys
+    t_i = 1 / n_i, or 0 if the row sees at most three keys (the paper's o_i / n_i). Keys below the
+    uniform share 1 / n_i get weight 0, and the power sharpens the others. Every row sums to 1, but
+    a uniform row of more than three keys
     is empty. So a sink may remain.
-    No learned scalars: the recipe normalises q and k to unit length, and the score is log(d) log(n_i) q.k.
-    Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says that LSSAR has no
-    exact zeros: with this threshold it has. x^15 leaves the range of float32, so x is divided by its row's maximum. x
-    within rounding of 0 is 0, and so is softplus of a score below -69. A reimplementation adds 1e-8 to the last sum.
-    That would empty nearly uniform rows, so it is left out."""
-    phi = F.softplus(s, threshold=40).masked_fill(~(seen & (s > -69.07)), 0.0)  # phi is 1e-30 at -69.07
-    a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)        # where all scores are far below 0, phi itself is 0
-    x = (a - t) * (seen & (a > t * (1 + 2 ** -18)))             # else the power would amplify rounding
+    No learned scalars: the recipe normalises q and k to unit length, and the score is log(d)
+    log(n_i) q.k.
+    Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says
+    that LSSAR has no exact zeros: with this threshold it has. x^15 leaves the range of float32, so
+    x is divided by its row's maximum. x within rounding of 0 is 0, and so is softplus of a score
+    below -69. A reimplementation adds 1e-8 to the last sum. That would empty nearly uniform rows,
+    so it is left out."""
+    # phi is 1e-30 at -69.07
+    phi = F.softplus(s, threshold=40).masked_fill(~(seen & (s > -69.07)), 0.0)
+    # where all scores are far below 0, phi itself is 0
+    a = phi / phi.sum(-1, keepdim=True).clamp(min=1e-30)
+    x = (a - t) * (seen & (a > t * (1 + 2**-18)))  # else the power would amplify rounding
     largest = x.detach().amax(-1, keepdim=True)
-    survives = largest > 1e-30                  # rows with a key above the threshold
+    survives = largest > 1e-30  # rows with a key above the threshold
     b = (x / torch.where(survives, largest, 1.0)) ** power
-    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)      # no clamp: the largest entry is 1
+    # no clamp: the largest entry is 1
+    return b / torch.where(survives, b.sum(-1, keepdim=True), 1.0)
 
 
 def lssar_threshold(layer, n):
@@ -331,7 +401,7 @@ def lssar_threshold(layer, n):
 @jit
 def softplus_weigh(s, r, t, power: tl.constexpr):
     # w = torch.log(1 + torch.exp(s))
-    w = tl.maximum(s, 0.) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
+    w = tl.maximum(s, 0.0) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
     return w, w, w
 
 
@@ -345,8 +415,9 @@ def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
 @jit
 def lssar_lift(s, t, power: tl.constexpr):
     # s = power * torch.log(torch.relu(softplus(s) - t))
-    phi, _, _ = softplus_weigh(s, 0., t, power)
-    return tl.where(phi > tl.maximum(t * TIE, 1e-30), power * tl.log2(phi - t), float("-inf"))  # no noise if uniform
+    phi, _, _ = softplus_weigh(s, 0.0, t, power)
+    # no noise if uniform
+    return tl.where(phi > tl.maximum(t * TIE, 1e-30), power * tl.log2(phi - t), float("-inf"))
 
 
 @jit
@@ -354,35 +425,54 @@ def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
     # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
     phi, _, _ = softplus_weigh(s, r, t, power)
     dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
-    dx = tl.where(phi > tl.maximum(t * TIE, 1e-30), dx, 0.)     # the limit of lssar_lift; its -inf takes more registers
+    # the limit of lssar_lift; its -inf takes more registers
+    dx = tl.where(phi > tl.maximum(t * TIE, 1e-30), dx, 0.0)
     # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
     return dx * logistic(s), -dx
 
 
-SOFTPLUS = Kernel(softplus_weigh, softplus_slope, unit=BINARY, heavy=True)         # for the row sum alone
+SOFTPLUS = Kernel(softplus_weigh, softplus_slope, unit=BINARY, heavy=True)  # for the row sum alone
 RULES["lssar"] = Rule(
-    args={"power": Constant(15.0, 1.0, 64.0)}, weights=lssar, row_input=lssar_threshold,
-    power=lambda args: args["power"], threshold_of="softplus", kernel=Kernel(
-        softmax_weigh, lssar_slope, softmax_settle, lssar_lift, online=True, sum_delta=True, takes_t=True,
-        takes_power=True, power=15.0, unit=BINARY, skip=True, heavy=True))
+    args={"power": Constant(15.0, 1.0, 64.0)},
+    weights=lssar,
+    row_input=lssar_threshold,
+    power=lambda args: args["power"],
+    threshold_of="softplus",
+    kernel=Kernel(
+        softmax_weigh,
+        lssar_slope,
+        softmax_settle,
+        lssar_lift,
+        online=True,
+        sum_delta=True,
+        takes_t=True,
+        takes_power=True,
+        power=15.0,
+        unit=BINARY,
+        skip=True,
+        heavy=True,
+    ),
+)
 
-# ------------------------------------------------------------------------------------------------------------- softpick
-# w_ij = relu(e^s_ij - 1) / (sum_j |e^s_ij - 1| + eps) = relu(e^(s_ij - r_i) - e^-r_i), with r_i the log of the divisor
-# Only positive scores have weight, but all scores are part of the sum.                        Zuhri et al. 2504.20966
+# ----------------------------------------------------------------------------------------- softpick
+# w_ij = relu(e^s_ij - 1) / (sum_j |e^s_ij - 1| + eps) = relu(e^(s_ij - r_i) - e^-r_i), with r_i the
+# log of the divisor
+# Only positive scores have weight, but all scores are part of the sum.      Zuhri et al. 2504.20966
 # ds_ij = e^(s_ij - r_i) ([s_ij > 0] g_ij - sign(s_ij) delta_i)
 
 
 def softpick(s, seen, t=None):
-    """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get zeros and only raise the denominator.
+    """w_ij = relu(e^s_ij - 1) / (sum_k |e^s_ik - 1| + eps): negative scores get zeros and only
+    raise the denominator.
 
-    A row may sum to less than 1, and to 0 if every score is negative, so it needs no sink. No learned scalars.
-    Numerator and denominator are multiplied by e^-m, m = max(0, max_j s_ij). As in the authors' code, eps (1e-8) is
-    added after that.
+    A row may sum to less than 1, and to 0 if every score is negative, so it needs no sink. No
+    learned scalars. Numerator and denominator are multiplied by e^-m, m = max(0, max_j s_ij). As in
+    the authors' code, eps (1e-8) is added after that.
     Source: Zuhri et al. 2504.20966.
-    Differs from the authors' code: its m is max_j s_ij, so it overflows if all scores are below -88. Its Triton kernel
-    has eps 1e-6. At a score of exactly 0 that kernel uses the slope of negative scores. Here the slope is 0, as in
-    autograd."""
-    s = s + ~seen * MASKED                      # masked scores must not overflow
+    Differs from the authors' code: its m is max_j s_ij, so it overflows if all scores are below
+    -88. Its Triton kernel has eps 1e-6. At a score of exactly 0 that kernel uses the slope of
+    negative scores. Here the slope is 0, as in autograd."""
+    s = s + ~seen * MASKED  # masked scores must not overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
     e = (torch.exp(s - m) - torch.exp(-m)).masked_fill(~seen, 0.0)
     return F.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
@@ -392,13 +482,13 @@ def softpick(s, seen, t=None):
 def softpick_weigh(s, r, t, power: tl.constexpr):
     # e = torch.exp(s - r) - torch.exp(-r); w = torch.relu(e)
     e = tl.exp2(s - r) - tl.exp2(-r)
-    return tl.maximum(e, 0.), tl.abs(e), e
+    return tl.maximum(e, 0.0), tl.abs(e), e
 
 
 @jit
 def softpick_slope(s, r, t, power: tl.constexpr, g, delta):
     # ds = torch.exp(s - r) * ((s > 0) * g - torch.sign(s) * delta)
-    ds = tl.exp2(s - r) * tl.where(s > 0, g - delta, tl.where(s < 0, delta, 0.))
+    ds = tl.exp2(s - r) * tl.where(s > 0, g - delta, tl.where(s < 0, delta, 0.0))
     return ds, ds
 
 
@@ -408,54 +498,66 @@ def softpick_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr
     return r + tl.log2(sum_z + 1e-8)
 
 
-RULES["softpick"] = Rule(weights=softpick, kernel=Kernel(
-    softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0))
+RULES["softpick"] = Rule(
+    weights=softpick,
+    kernel=Kernel(
+        softpick_weigh, softpick_slope, softpick_settle, online=True, unit=BINARY, floor=0.0
+    ),
+)
 
-# ----------------------------------------------------------------------------------------------------------------- relu
-# w_ij = relu(s_ij)                                                                          Wortsman et al. 2309.08586
+# --------------------------------------------------------------------------------------------- relu
+# w_ij = relu(s_ij)                                                       Wortsman et al. 2309.08586
 # ds_ij = [s_ij > 0] (g_ij - delta_i)
-# From here on, rules do not normalise. Their statistic is the row sum: delta is -dr, or 0 if nothing uses the sum
+# From here on, rules do not normalise. Their statistic is the row sum: delta is -dr, or 0 if
+# nothing uses the sum
 
 
 def relu(s, seen, t=None):
-    """w_ij = relu(s_ij): no normaliser, and exact zeros for negative scores. A row may sum to 0, so it needs no sink.
+    """w_ij = relu(s_ij): no normaliser, and exact zeros for negative scores. A row may sum to 0, so
+    it needs no sink.
 
     No learned scalars.
-    Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is bidirectional, with one
-    length for all rows. With an RMSNorm on the output ReLA, Zhang et al. 2021."""
+    Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is
+    bidirectional, with one length for all rows. With an RMSNorm on the output ReLA, Zhang et al.
+    2021."""
     return (s + ~seen * MASKED).relu_()
 
 
 @jit
 def relu_weigh(s, r, t, power: tl.constexpr):
-    w = tl.maximum(s, 0.)
+    w = tl.maximum(s, 0.0)
     return w, w, w
 
 
 @jit
 def relu_slope(s, r, t, power: tl.constexpr, g, delta):
-    ds = tl.where(s > 0, g - delta, 0.)
+    ds = tl.where(s > 0, g - delta, 0.0)
     return ds, ds
 
 
-RULES["relu"] = Rule(weights=relu, statistic=row_sum, kernel=Kernel(relu_weigh, relu_slope, skip=True))
+RULES["relu"] = Rule(
+    weights=relu, statistic=row_sum, kernel=Kernel(relu_weigh, relu_slope, skip=True)
+)
 
-# ------------------------------------------------------------------------------------------------------------------ tra
+# ---------------------------------------------------------------------------------------------- tra
 # w_ij = relu(s_ij - t_i)^power,   t_i = beta_h sqrt(2 log(n_i / kappa) / d)     Threshold Differential Attention, eq. 1
 # ds_ij = power relu(s_ij - t_i)^(power - 1) (g_ij - delta_i)
 
 
 def tra(s, seen, t, power=2.0):
-    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): few unrelated keys pass.
+    """w_ij = relu(s_ij - t_i)^power, t_i = beta_h sqrt(2 log(n_i / kappa) / d): few unrelated keys
+    pass.
 
-    Take unit q and k of width d that are unrelated to each other. At beta 1, at most kappa keys a row pass the
-    threshold on average, however long the context. (At d = 64 and n = 1024 it is 0.05 keys, so most rows start empty.)
-    Weights have exact zeros and no fixed sum, so no sink is needed.
+    Take unit q and k of width d that are unrelated to each other. At beta 1, at most kappa keys a
+    row pass the threshold on average, however long the context. (At d = 64 and n = 1024 it is 0.05
+    keys, so most rows start empty.) Weights have exact zeros and no fixed sum, so no sink is
+    needed.
     Learned: beta (H,), 1 at the start. Both views of the recipe tda share it.
-    Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether beta belongs to a
-    head or to a layer, nor whether its RMSNorm sees one head or all. Here beta belongs to a head; the norm sees one.
-    Differs from the released kernel: it has kappa = 1, takes beta as a constant, and has no norm on the output. That
-    norm rescales outputs of few small weights. Here the logarithm is at least 0, which matters if kappa > n."""
+    Source: Threshold Differential Attention, eq. 1 and appendix B. The paper does not say whether
+    beta belongs to a head or to a layer, nor whether its RMSNorm sees one head or all. Here beta
+    belongs to a head; the norm sees one. Differs from the released kernel: it has kappa = 1, takes
+    beta as a constant, and has no norm on the output. That norm rescales outputs of few small
+    weights. Here the logarithm is at least 0, which matters if kappa > n."""
     return (s + -t).add_(~seen * MASKED).relu_() ** power
 
 
@@ -481,30 +583,41 @@ def tra_slope(s, r, t, power: tl.constexpr, g, delta):
 
 RULES["tra"] = Rule(
     learns=lambda layer: {"beta": torch.full((layer.heads,), layer.args["beta_init"])},
-    args={"beta_init": Constant(1.0), "kappa": Constant(1.0, 1e-9, 1e9), "power": Constant(2.0, 1.0, 64.0),
-     "learn_beta": Constant(True)},
-    weights=tra, statistic=row_sum, row_input=tra_threshold, power=lambda args: args["power"],
-    kernel=Kernel(tra_weigh, tra_slope, takes_t=True, takes_power=True, power=2.0, skip=True))
+    args={
+        "beta_init": Constant(1.0),
+        "kappa": Constant(1.0, 1e-9, 1e9),
+        "power": Constant(2.0, 1.0, 64.0),
+        "learn_beta": Constant(True),
+    },
+    weights=tra,
+    statistic=row_sum,
+    row_input=tra_threshold,
+    power=lambda args: args["power"],
+    kernel=Kernel(tra_weigh, tra_slope, takes_t=True, takes_power=True, power=2.0, skip=True),
+)
 
-# -------------------------------------------------------------------------------------------------------------- sigmoid
-# w_ij = sigmoid(s_ij - t_i),   t_i = log(block_size)                                        Ramapuram et al. 2409.04431
+# ------------------------------------------------------------------------------------------ sigmoid
+# w_ij = sigmoid(s_ij - t_i),   t_i = log(block_size)                    Ramapuram et al. 2409.04431
 # ds_ij = w_ij (1 - w_ij) (g_ij - delta_i)
 
 
 def sigmoid(s, seen, t):
-    """w_ij = sigmoid(s_ij - t_i): a weight depends on its own score only. A row may sum to 0, so it needs no sink.
+    """w_ij = sigmoid(s_ij - t_i): a weight depends on its own score only. A row may sum to 0, so it
+    needs no sink.
 
-    No learned scalars: t is log(block_size), so the sum of a row of block_size keys starts near 1. length_bias=0: 0.
-    Source: Ramapuram et al. 2409.04431 (b = -log n of the training length). Without a bias: When Attention Sink
-    Emerges, table 6.
-    Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The closest choice here is
-    --qk_norm=head."""
+    No learned scalars: t is log(block_size), so the sum of a row of block_size keys starts near 1.
+    length_bias=0: 0. Source: Ramapuram et al. 2409.04431 (b = -log n of the training length).
+    Without a bias: When Attention Sink Emerges, table 6.
+    Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The
+    closest choice here is --qk_norm=head."""
     return (s + -t).add_(~seen * MASKED).sigmoid_()
 
 
 def sigmoid_threshold(layer, n):
     """t_i = log(block_size), the negative of the published bias; the same on every row."""
-    return torch.full_like(n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0)[..., None]
+    return torch.full_like(
+        n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0
+    )[..., None]
 
 
 @jit
@@ -522,17 +635,22 @@ def sigmoid_slope(s, r, t, power: tl.constexpr, g, delta):
     return ds, -ds
 
 
-RULES["sigmoid"] = Rule(args={"length_bias": Constant(True)}, weights=sigmoid, statistic=row_sum,
-                        row_input=sigmoid_threshold,
-                        kernel=Kernel(sigmoid_weigh, sigmoid_slope, takes_t=True, unit=BINARY))
+RULES["sigmoid"] = Rule(
+    args={"length_bias": Constant(True)},
+    weights=sigmoid,
+    statistic=row_sum,
+    row_input=sigmoid_threshold,
+    kernel=Kernel(sigmoid_weigh, sigmoid_slope, takes_t=True, unit=BINARY),
+)
 
-# ------------------------------------------------------------------------------------------------------------------ elu
-# w_ij = elu(s_ij) + 1: 1 + s_ij above 0, e^s_ij below                          When Attention Sink Emerges, table 6
+# ---------------------------------------------------------------------------------------------- elu
+# w_ij = elu(s_ij) + 1: 1 + s_ij above 0, e^s_ij below          When Attention Sink Emerges, table 6
 # ds_ij = min(1, e^s_ij) (g_ij - delta_i)
 
 
 def elu(s, seen, t=None):
-    """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, not normalised, no sink needed.
+    """w_ij = elu(s_ij) + 1, that is 1 + s_ij above 0 and e^s_ij below: positive, not normalised, no
+    sink needed.
 
     No learned scalars. Source: When Attention Sink Emerges, table 6."""
     return torch.where(s < 0, s.clamp(max=0).exp(), 1 + s).masked_fill(~seen, 0.0)
@@ -540,28 +658,30 @@ def elu(s, seen, t=None):
 
 @jit
 def elu_weigh(s, r, t, power: tl.constexpr):
-    w = tl.maximum(s, 0.) + tl.exp2(tl.minimum(s, 0.) * LOG2E)
+    w = tl.maximum(s, 0.0) + tl.exp2(tl.minimum(s, 0.0) * LOG2E)
     return w, w, w
 
 
 @jit
 def elu_slope(s, r, t, power: tl.constexpr, g, delta):
-    ds = tl.exp2(tl.minimum(s, 0.) * LOG2E) * (g - delta)
+    ds = tl.exp2(tl.minimum(s, 0.0) * LOG2E) * (g - delta)
     return ds, ds
 
 
 RULES["elu"] = Rule(weights=elu, statistic=row_sum, kernel=Kernel(elu_weigh, elu_slope))
 
-# ------------------------------------------------------------------------------------------------------------- identity
-# w_ij = s_ij                                                                   When Attention Sink Emerges, table 6
+# ----------------------------------------------------------------------------------------- identity
+# w_ij = s_ij                                                   When Attention Sink Emerges, table 6
 # ds_ij = g_ij - delta_i
 
 
 def identity(s, seen, t=None):
-    """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear attention.
+    """w_ij = s_ij: the score itself, of either sign. With a feature map on q and k this is linear
+    attention.
 
     No learned scalars.
-    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al. 2020."""
+    Source: When Attention Sink Emerges, table 6; with elu + 1 on q and k, Katharopoulos et al.
+    2020."""
     return s.masked_fill(~seen, 0.0)
 
 
@@ -575,18 +695,21 @@ def identity_slope(s, r, t, power: tl.constexpr, g, delta):
     return g - delta, g - delta
 
 
-RULES["identity"] = Rule(weights=identity, statistic=row_sum, kernel=Kernel(identity_weigh, identity_slope))
+RULES["identity"] = Rule(
+    weights=identity, statistic=row_sum, kernel=Kernel(identity_weigh, identity_slope)
+)
 
-# --------------------------------------------------------------------------------------------------------- the recipes
-# A recipe is a rule and a choice on every axis around it. An axis that a recipe omits takes the preset's value, else
-# the default, which is the first value in the axis' table. A recipe with a "mixer" builds another layer than
-# `Attention` below: mixers/ explains its choices.
+# -------------------------------------------------------------------------------------- the recipes
+# A recipe is a rule and a choice on every axis around it. An axis that a recipe omits takes the
+# preset's value, else the default, which is the first value in the axis' table. A recipe with a
+# "mixer" builds another layer than `Attention` below: mixers/ explains its choices.
 
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
     # scores that grow with the number of keys, so that longer rows are not flatter
     "ssmax": {"rule": "softmax", "scale": "log_n"},
-    # a sink outside the sequence: an extra key with value 0 (softmax1, sink, k_bias), with a learned value, or a token
+    # a sink outside the sequence: an extra key with value 0 (softmax1, sink, k_bias), with a
+    # learned value, or a token
     "softmax1": {"rule": "softmax", "sink": "one"},
     "sink": {"rule": "softmax", "sink": "logit"},
     "k_bias": {"rule": "softmax", "sink": "key"},
@@ -608,7 +731,8 @@ ATTENTIONS = {
     "xsa": {"rule": "softmax", "exclude": "own"},
     # a threshold below which weights are zero
     "elastic": {"rule": "elastic"},
-    "lazy": {"rule": "elastic", "pos": "rope+bias"},        # RoPE's base: larger in the paper, 10000 in its code
+    # RoPE's base: larger in the paper, 10000 in its code
+    "lazy": {"rule": "elastic", "pos": "rope+bias"},
     # sparse weights that sum to 1
     "entmax": {"rule": "entmax"},
     "sparsemax": {"rule": "sparsemax"},
@@ -637,7 +761,8 @@ ATTENTIONS = {
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
     # learned groups of tokens: mixers/focus.py
     "focus": {"mixer": "focus", "rule": "softmax", "window": 128},
-    # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features, mixers/performer.py
+    # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features,
+    # mixers/performer.py
     "routing": {"mixer": "routing", "rule": "softmax"},
     "performer": {"mixer": "performer", "rule": "favor", "normalize": "sum"},
     # a few keys for each query, in a model that was trained with softmax: mixers/selection.py
@@ -646,24 +771,90 @@ ATTENTIONS = {
     "quest": {"mixer": "selection", "rule": "softmax", "select": "quest", "topk": 32},
     "magicpig": {"mixer": "selection", "rule": "softmax", "select": "magicpig"},
     # a state instead of keys: the rules and axes of mixers/recurrent.py
-    "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},    # `linear` in O(T)
-    "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope", "out_norm": "head",
-               "gate": "silu"},
-    "gla": {"mixer": "recurrent", "rule": "add", "forget": "channel", "pos": "none", "out_norm": "head", "gate": "silu",
-            "args": {"chunk": 16}},
-    "mamba2": {"mixer": "recurrent", "rule": "ssd", "forget": "dt", "write": "dt", "pos": "none", "conv": "on",
-               "scale": "one", "out_norm": "all", "gate": "silu_first"},
-    "deltanet": {"mixer": "recurrent", "rule": "delta", "write": "beta", "pos": "none", "conv": "on", "qk_norm": "l2",
-                 "out_norm": "head"},
-    "gated_deltanet": {"mixer": "recurrent", "rule": "delta", "forget": "dt", "write": "beta", "pos": "none",
-                       "conv": "on", "qk_norm": "l2", "out_norm": "head", "gate": "silu"},
-    "kda": {"mixer": "recurrent", "rule": "delta", "forget": "channel_dt", "write": "beta", "pos": "none", "conv": "on",
-            "qk_norm": "l2", "out_norm": "head", "gate": "low_rank", "args": {"chunk": 16}},
-    "ttt": {"mixer": "recurrent", "rule": "descent", "write": "rate", "pos": "rope", "scale": "one",
-            "out_norm": "layer", "args": {"chunk": 16}},
-    "titans": {"mixer": "recurrent", "rule": "momentum", "forget": "alpha", "write": "rate", "pos": "none",
-               "conv": "on", "qk_norm": "l2", "scale": "one", "out_norm": "head", "gate": "silu",
-               "args": {"chunk": 16}},
+    # `linear` in O(T)
+    "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},
+    "retnet": {
+        "mixer": "recurrent",
+        "rule": "add",
+        "forget": "fixed",
+        "pos": "rope",
+        "out_norm": "head",
+        "gate": "silu",
+    },
+    "gla": {
+        "mixer": "recurrent",
+        "rule": "add",
+        "forget": "channel",
+        "pos": "none",
+        "out_norm": "head",
+        "gate": "silu",
+        "args": {"chunk": 16},
+    },
+    "mamba2": {
+        "mixer": "recurrent",
+        "rule": "ssd",
+        "forget": "dt",
+        "write": "dt",
+        "pos": "none",
+        "conv": "on",
+        "scale": "one",
+        "out_norm": "all",
+        "gate": "silu_first",
+    },
+    "deltanet": {
+        "mixer": "recurrent",
+        "rule": "delta",
+        "write": "beta",
+        "pos": "none",
+        "conv": "on",
+        "qk_norm": "l2",
+        "out_norm": "head",
+    },
+    "gated_deltanet": {
+        "mixer": "recurrent",
+        "rule": "delta",
+        "forget": "dt",
+        "write": "beta",
+        "pos": "none",
+        "conv": "on",
+        "qk_norm": "l2",
+        "out_norm": "head",
+        "gate": "silu",
+    },
+    "kda": {
+        "mixer": "recurrent",
+        "rule": "delta",
+        "forget": "channel_dt",
+        "write": "beta",
+        "pos": "none",
+        "conv": "on",
+        "qk_norm": "l2",
+        "out_norm": "head",
+        "gate": "low_rank",
+        "args": {"chunk": 16},
+    },
+    "ttt": {
+        "mixer": "recurrent",
+        "rule": "descent",
+        "write": "rate",
+        "pos": "rope",
+        "scale": "one",
+        "out_norm": "layer",
+        "args": {"chunk": 16},
+    },
+    "titans": {
+        "mixer": "recurrent",
+        "rule": "momentum",
+        "forget": "alpha",
+        "write": "rate",
+        "pos": "none",
+        "conv": "on",
+        "qk_norm": "l2",
+        "scale": "one",
+        "out_norm": "head",
+        "gate": "silu",
+        "args": {"chunk": 16},
+    },
 }
 
 
@@ -675,56 +866,69 @@ def recipe(name):
 
 
 def pattern(text):
-    """The layers that --layers repeats, [(recipe, {axis or constant: text})]: "kda*3+softmax,pos=none" names four.
-    Raises ValueError on an unknown recipe."""
+    """The layers that --layers repeats, [(recipe, {axis or constant: text})]:
+    "kda*3+softmax,pos=none" names four. Raises ValueError on an unknown recipe."""
     found = []
     for part in layers_of(text):
         words = re.fullmatch(r"(\w+)(?:\*([1-9]\d?))?((?:,\w+=[^,=]+)*)", part)
         if not words or words[1] not in ATTENTIONS:
-            raise ValueError(f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes are "
-                             f"{', '.join(ATTENTIONS)}")
-        found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(words[2] or 1)
+            raise ValueError(
+                f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes are "
+                f"{', '.join(ATTENTIONS)}"
+            )
+        found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(
+            words[2] or 1
+        )
     return found
 
 
 # kernels.py imports no rule. It gets the kernels of all rules here, and two that serve other rules
-kernels.offer({name: rule.kernel for name, rule in RULES.items() if rule.kernel} | {
-    "softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)})
+kernels.offer(
+    {name: rule.kernel for name, rule in RULES.items() if rule.kernel}
+    | {"softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)}
+)
 
-# ------------------------------------------------------------------------------------------------------------ the layer
+# ---------------------------------------------------------------------------------------- the layer
 
 AXES = {"rule": RULES} | options.AXES
 
 
 class Attention(Layer):
-    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all mixers share (heads_of,
-    projected, featured, finished, output) is in axes/layer.py."""
+    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
+    mixers share (heads_of, projected, featured, finished, output) is in axes/layer.py."""
+
     axes, numbers = AXES, options.NUMBERS
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.power = None
-        if self.rule.power:                     # a constant of the rule, such as entmax's 1 / (alpha - 1)
+        if self.rule.power:  # a constant of the rule, such as entmax's 1 / (alpha - 1)
             self.power = self.rule.power(self.args)
-            self.rule = dataclasses.replace(self.rule, weights=partial(self.rule.weights, power=self.power))
+            self.rule = dataclasses.replace(
+                self.rule, weights=partial(self.rule.weights, power=self.power)
+            )
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
 
     def forward(self, x, past=None, turn=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. turn: RoPE's cos and sin; None: made here."""
-        q, k, v = self.projected(x, past, turn)                         # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
-        o = self.attend(q, k, v, x, self.distance())                     # (B, heads, R, E)
-        return self.output(o)                                           # (B, R, C)
+        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. turn: RoPE's cos and sin; None:
+        made here."""
+        q, k, v = self.projected(x, past, turn)  # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
+        o = self.attend(q, k, v, x, self.distance())  # (B, heads, R, E)
+        return self.output(o)  # (B, R, C)
 
     def attend(self, q, k, v, x, table=None, sight=None):
-        """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the layer's input x.
+        """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the
+        layer's input x.
 
-        table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the layer's own."""
+        table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the
+        layer's own."""
         sight, distance = sight or self.sight, as_distance(table)
-        q, k, t, n = self.rule_inputs(q, k)                             # (B, H, R, D), (B, Hk, T, D), .., (.., R)
-        mix = self.choices["diff"].mix(self, x) # lambda of a second view, or None
+        q, k, t, n = self.rule_inputs(q, k)  # (B, H, R, D), (B, Hk, T, D), .., (.., R)
+        mix = self.choices["diff"].mix(self, x)  # lambda of a second view, or None
 
-        # the rule: by Triton if every position is a row (not while decoding), by torch's softmax, or by the block loop
+        # the rule: by Triton if every position is a row (not while decoding), by torch's softmax,
+        # or by the block loop
         kernel = choose_kernel(self.config, q.device.type)
         dropout = self.config.dropout if self.training else 0.0
         need_r = self.need_r or (self.measures_importance and self.config.gate == "none")
@@ -734,19 +938,20 @@ class Attention(Layer):
             o, r = kernels.plain_softmax(q, k, v, sight, dropout), None
         else:
             o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
-        if self.measures_importance:            # differentiable: --head_balance trains on it
+        if self.measures_importance:  # differentiable: --head_balance trains on it
             self.importance = self.importance_of_heads(q, k, x, r, n, distance, sight)
 
-        # around the rule: the row normaliser or the extra key, the second view unless the kernel has subtracted it, and
-        # what changes the output. Plain softmax has none of them
-        o = rows.normalised_output(self, o, q, r, n)                    # (B, H, R, E)
+        # around the rule: the row normaliser or the extra key, the second view unless the kernel
+        # has subtracted it, and what changes the output. Plain softmax has none of them
+        o = rows.normalised_output(self, o, q, r, n)  # (B, H, R, E)
         if o.shape[1] > self.heads:
-            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])               # (B, heads, R, E)
+            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])  # (B, heads, R, E)
         return self.finished(o, x, v)
 
     def rule_inputs(self, q, k):
-        """q and k after norm, feature map and learned factor (the constant sight.scale comes later); the rule's row
-        input t (.., R, 1), or None; and n (R,), or of packs (B, 1, R), the number of keys that each row sees."""
+        """q and k after norm, feature map and learned factor (the constant sight.scale comes
+        later); the rule's row input t (.., R, 1), or None; and n (R,), or of packs (B, 1, R), the
+        number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
         n = visible_count(i, self.sight).to(wide(q).dtype)
         q, k = self.featured(q), self.featured(k)
@@ -756,53 +961,73 @@ class Attention(Layer):
             q = (q * factor(self, n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None:
-            t = t.expand(*t.shape[:-2], n.shape[-1], 1)                 # (.., R, 1)
+            t = t.expand(*t.shape[:-2], n.shape[-1], 1)  # (.., R, 1)
             if t.dim() > 2 and self.score_heads > self.heads == t.shape[-3]:
                 t = t.repeat_interleave(2, -3)  # both views share their head's t
         return q, k, t, n
 
     def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """Run the rule's Triton kernel: output (B, score heads, R, E), and the statistic or None. One call computes
-        both views and subtracts them, if the rule does not normalise, nothing needs the row sum, and a tile can hold
-        both. Then the output is (B, heads, R, E)."""
-        run = partial(kernels.attend, q=q, k=k, v=v, **(distance or Distance())._asdict(), scale=sight.scale,
-                      window=sight.window, first=sight.first, skip=sight.skip_dead, starts=sight.starts)
-        t = None if t is None else t.squeeze(-1)                        # (B, H, R)
-        if self.rule.threshold_of:              # lssar's threshold is a share of the row sum of softplus
+        """Run the rule's Triton kernel: output (B, score heads, R, E), and the statistic or None.
+        One call computes both views and subtracts them, if the rule does not normalise, nothing
+        needs the row sum, and a tile can hold both. Then the output is (B, heads, R, E)."""
+        run = partial(
+            kernels.attend,
+            q=q,
+            k=k,
+            v=v,
+            **(distance or Distance())._asdict(),
+            scale=sight.scale,
+            window=sight.window,
+            first=sight.first,
+            skip=sight.skip_dead,
+            starts=sight.starts,
+        )
+        t = None if t is None else t.squeeze(-1)  # (B, H, R)
+        if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
         if not (mix is None or self.rule.normalizes or need_r) and kernels.holds_two_views(q, v):
-            return run(self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix)
-        o, r = run(self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes)
+            return run(
+                self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix
+            )
+        o, r = run(
+            self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes
+        )
         return o, None if r is None else r[..., None]
 
     # ------------------------------------------------------------------ weights to look at
 
     def weight_blocks(self, q, k, x, table=None, sight=None):
-        """As weights_of, but a block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 + T)."""
+        """As weights_of, but a block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 +
+        T)."""
         start = 0
         for w in self.view_blocks(q, k, table, sight):
-            mix = self.choices["diff"].mix(self, x[:, start:start + w.shape[2]])
+            mix = self.choices["diff"].mix(self, x[:, start : start + w.shape[2]])
             start += w.shape[2]
             yield w if mix is None else w[:, 0::2] - mix * w[:, 1::2]
 
     def view_blocks(self, q, k, table=None, sight=None):
-        """The weights of every score head, a block of rows at a time, by the code of the block loop."""
+        """The weights of every score head, a block of rows at a time, by the code of the block
+        loop."""
         q, k, t, n = self.rule_inputs(q, k)
         R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table)
         for block, i in kernels.row_blocks(R, T, q.device):
             keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
             tb = None if t is None else t[..., block, :]
-            w, *r = kernels.attend_block(self.rule, sight, distance, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb)
+            w, *r = kernels.attend_block(
+                self.rule, sight, distance, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb
+            )
             share = rows.share_of_keys(self, qb, r[0] if r else None, n[..., block])
             w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
     def importance_of_heads(self, q, k, x, r, n, distance, sight):
-        """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus the weight of the
-        extra key, or of the first key. Row 0 sees only the first key, so its importance is then 0.
+        """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus
+        the weight of the extra key, or of the first key. Row 0 sees only the first key, so its
+        importance is then 0.
         Source: The Attention Sink as Native MoE, eq. 8.
 
-        It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is differentiable."""
+        It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is
+        differentiable."""
         if self.config.gate != "none":
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
@@ -811,38 +1036,57 @@ class Attention(Layer):
         # the block loop has rounded the scores in r, so s must be rounded in the same way
         s = kernels.scaled_scores(q, k[:, :, :1], sight.scale)[..., 0]  # (B, H, R)
         if distance is not None:
-            s = s + distance.by_distance(T)[:, T - R:]                  # row i is at distance i
-        seen = visible(torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight)
-        log_weight = -F.relu(r[..., 0] - s)     # rounding makes no weight larger than 1
+            s = s + distance.by_distance(T)[:, T - R :]  # row i is at distance i
+        seen = visible(
+            torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight
+        )
+        log_weight = -F.relu(r[..., 0] - s)  # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     @staticmethod
     def obstacles(config, device):
         choices, width = options.chosen(config, AXES), config.head_width
-        doubled = 2 * width if config.first and choices["pos"].rotates else 0           # see `projected`
-        widest = max(doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width)))
+        doubled = 2 * width if config.first and choices["pos"].rotates else 0  # see `projected`
+        widest = max(
+            doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
+        )
         yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
-        plain = (config.rule == "softmax" and config.diff == "none" and not config.window
-                 and choices["sink"].score is None and not choices["pos"].bias)
-        yield "sdpa", not plain, f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
+        plain = (
+            config.rule == "softmax"
+            and config.diff == "none"
+            and not config.window
+            and choices["sink"].score is None
+            and not choices["pos"].bias
+        )
+        yield (
+            "sdpa",
+            not plain,
+            f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}",
+        )
 
 
 def triton_obstacles(config, device, widest):
     """The obstacles that all Triton kernels share. widest: the width of the widest heads."""
     yield "triton", widest > 256, "its heads are wider than 256"
     here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
-    yield "triton", not here, "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
+    yield (
+        "triton",
+        not here,
+        "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU",
+    )
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
 def choose_kernel(config, device, obstacles=None):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own fused softmax) or
-    "torch" (the block loop). auto is the first of these that has no obstacle. obstacles: replaces Attention's for
-    another mixer. Raises ValueError if an explicit --kernel cannot compute the recipe."""
+    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own
+    fused softmax) or "torch" (the block loop). auto is the first of these that has no obstacle.
+    obstacles: replaces Attention's for another mixer. Raises ValueError if an explicit --kernel
+    cannot compute the recipe."""
     found = reversed(list((obstacles or Attention.obstacles)(config, device)))
-    cannot = {kernel: reason for kernel, holds, reason in found if holds}       # the first reason of each
+    # the first reason of each
+    cannot = {kernel: reason for kernel, holds, reason in found if holds}
     if config.kernel == "auto":
         return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
     if config.kernel in cannot:

@@ -2,11 +2,13 @@
 
     python eval.py COMMAND --out_dir=out/stdlib-elastic [--json]        python eval.py COMMAND -h
 
-eval.py rebuilds the model from the run's meta.json. --attn and the flags of its axes replace the run's own choices if
-its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look at several runs, one after another, and
---attn=softmax,softmax1 at a run under several recipes: --attn=softmax,window --window=16 gives only window 16 keys.
-evals/measures.py and evals/stream.py give the sources of the measures.
+eval.py rebuilds the model from the run's meta.json. --attn and the flags of its axes replace the
+run's own choices if its parameters still fit. --out_dir=out/a,out/b and --out_dir='out/lab/*' look
+at several runs, one after another, and --attn=softmax,softmax1 at a run under several recipes:
+--attn=softmax,window --window=16 gives only window 16 keys. evals/measures.py and evals/stream.py
+give the sources of the measures.
 """
+
 import json
 import sys
 import textwrap
@@ -16,23 +18,50 @@ from typing import NamedTuple
 from common import files
 from common.flags import Parser, add_flags, given_flags, nearest
 from evals import (
-    bench, board, curve, groups, heads, lab, lengths, loss, maps, params, passkey, probe,
-    routers, sample, show, speed, theory)
+    bench,
+    board,
+    curve,
+    groups,
+    heads,
+    lab,
+    lengths,
+    loss,
+    maps,
+    params,
+    passkey,
+    probe,
+    routers,
+    sample,
+    show,
+    speed,
+    theory,
+)
 from evals.instrument import (
-    Common, OpenedRun, Overrides, Picture, new_parameters, one_after_another, overrides_of, recipe_names, runs_named)
+    Common,
+    OpenedRun,
+    Overrides,
+    Picture,
+    new_parameters,
+    one_after_another,
+    overrides_of,
+    recipe_names,
+    runs_named,
+)
 
 
 class Command(NamedTuple):
-    """An instrument: the dataclass of its flags, and its functions, as evals/instrument.py describes them."""
+    """An instrument: the dataclass of its flags, and its functions, as evals/instrument.py
+    describes them."""
+
     flags: type
     run: Callable
-    draw: Callable | None = None                # for --png
-    tell: Callable | None = None                # one text for several runs
-    check: Callable | None = None               # raises if runs cannot be compared
-    page: Callable | None = None                # for --html
+    draw: Callable | None = None  # for --png
+    tell: Callable | None = None  # one text for several runs
+    check: Callable | None = None  # raises if runs cannot be compared
+    page: Callable | None = None  # for --html
 
 
-OF_A_RUN = {                                    # eval.py opens the trained run that these look at
+OF_A_RUN = {  # eval.py opens the trained run that these look at
     "loss": Command(loss.Loss, loss.command, loss.draw, loss.tell, loss.check),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw),
     "sample": Command(sample.Sample, sample.command),
@@ -45,7 +74,7 @@ OF_A_RUN = {                                    # eval.py opens the trained run 
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
     "bench": Command(bench.Bench, bench.command),
 }
-OF_THEIR_OWN = {                                # eval.py opens no run for these: they get None instead
+OF_THEIR_OWN = {  # eval.py opens no run for these: they get None instead
     "lab": Command(lab.Lab, lab.command),
     "board": Command(board.Board, board.command, board.draw),
     "theory": Command(theory.Theory, theory.command),
@@ -58,15 +87,28 @@ COMMANDS = OF_A_RUN | OF_THEIR_OWN
 
 def main(argv):
     if not argv or argv[0] not in COMMANDS:
-        lines = [f"{name:10}" + " ".join(command.run.__doc__.split()) for name, command in COMMANDS.items()]
+        lines = [
+            f"{name:10}" + " ".join(command.run.__doc__.split())
+            for name, command in COMMANDS.items()
+        ]
         listed = "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 10) for line in lines)
         parser = Parser(prog="eval.py", description=f"{__doc__}\n{listed}")
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
-        problem = f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS) or ':'}" if argv else "which command?"
+        problem = (
+            f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS) or ':'}"
+            if argv
+            else "which command?"
+        )
         parser.error(f"{problem} python eval.py -h lists all: {', '.join(COMMANDS)}")
     name, of_a_run, command = argv[0], argv[0] in OF_A_RUN, COMMANDS[argv[0]]
-    parser = Parser(prog=f"eval.py {name}", description=" ".join(command.run.__doc__.split()))     # as one line
-    add_flags(parser, command.flags, *([Picture] if command.draw else []), *([Common, Overrides] if of_a_run else []))
+    # as one line
+    parser = Parser(prog=f"eval.py {name}", description=" ".join(command.run.__doc__.split()))
+    add_flags(
+        parser,
+        command.flags,
+        *([Picture] if command.draw else []),
+        *([Common, Overrides] if of_a_run else []),
+    )
     parsed = parser.parse_args(argv[1:])
     if of_a_run and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
@@ -78,8 +120,10 @@ def main(argv):
         parser.error(str(e))
     # the flags are valid; from here on an error is about a run, its data or the disk
     with files.one_line_errors():
-        numbers, text, found = run_on_each(command, args, parsed) if of_a_run else (*command.run(args, None), None)
-        if numbers is None:                     # another rank draws and prints
+        numbers, text, found = (
+            run_on_each(command, args, parsed) if of_a_run else (*command.run(args, None), None)
+        )
+        if numbers is None:  # another rank draws and prints
             return
         if command.draw and parsed.png:
             command.draw(parsed.png, found or numbers)
@@ -89,21 +133,25 @@ def main(argv):
 
 
 def run_on_each(command, args, parsed):
-    """Run an instrument on each run in turn, so that memory holds only one model. Returns the numbers as JSON has them,
-    the text, and {run: numbers}; None on all ranks but one."""
+    """Run an instrument on each run in turn, so that memory holds only one model. Returns the
+    numbers as JSON has them, the text, and {run: numbers}; None on all ranks but one."""
     places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
     recipes, cases = recipe_names(overrides["attn"]) if "attn" in overrides else [], {}
     for place in places:
         if len(recipes) < 2:
             cases[place] = place, overrides
             continue
-        for changed in overrides_of(recipes, overrides).values():       # of one run under several recipes
-            cases[" ".join([place, *(f"--{name}={value}" for name, value in changed.items())])] = place, changed
-    if command.check:                           # before the work begins
+        # of one run under several recipes
+        for changed in overrides_of(recipes, overrides).values():
+            cases[" ".join([place, *(f"--{name}={value}" for name, value in changed.items())])] = (
+                place,
+                changed,
+            )
+    if command.check:  # before the work begins
         command.check(args, places, parsed.dataset)
     for place, changed in cases.values():
         if changed and len(cases) > 1:
-            new_parameters(place, changed)      # raises ValueError
+            new_parameters(place, changed)  # raises ValueError
     found, texts = {}, {}
     for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)

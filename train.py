@@ -14,14 +14,17 @@ versions, losses) and log.csv; common/runs.py describes them, and adapters (--tr
 -h shows the knobs that people use, and -h all shows all of them. The value in parentheses is the
 one without flags: that of the preset tiny, or else the default.
 """
+
 import os
 import signal
 import sys
 
 if __name__ == "__main__" and "RANK" not in os.environ:  # torchrun itself says why its ranks ended
     # The imports take seconds. A SIGTERM during them, or outside the loop, ends with one line
-    said = ("train.py: terminated outside the training loop: the last checkpoint, if there is one, "
-            "is as it was")
+    said = (
+        "train.py: terminated outside the training loop: the last checkpoint, if there is one, "
+        "is as it was"
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(said))
 
 import dataclasses
@@ -49,8 +52,16 @@ from model import GPT, GPTConfig, check_size, hidden_width
 from training.balance import check_balance, losses
 from training.presets import PRESETS, default_out_dir, presets_and_recipes, settle_knobs
 from training.weights import (
-    PROJECTIONS, gather, is_sharded, load_optimizer, num_trained, resume, shard, take_weights,
-    train_only)
+    PROJECTIONS,
+    gather,
+    is_sharded,
+    load_optimizer,
+    num_trained,
+    resume,
+    shard,
+    take_weights,
+    train_only,
+)
 
 # -------------------------------------------------------------------------------------------- knobs
 
@@ -58,39 +69,58 @@ from training.weights import (
 @dataclass
 class Train(Knobs):
     """Flags of training"""
+
     # model, data, and the run's folder
     preset: str = knob("tiny", "a named set of values for the other knobs", tuple(PRESETS))
-    dataset: str = knob("stdlib", "a name in data/, or the path of a folder that a data script "
-                                  "wrote. With --init_from=RUN it must use that run's tokenizer")
-    docs: bool = knob(False, "packed documents: no row sees another document of its sequence, and "
-                             "each begins at position 0, as if it were alone; data scripts record "
-                             "where documents begin")
+    dataset: str = knob(
+        "stdlib",
+        "a name in data/, or the path of a folder that a data script "
+        "wrote. With --init_from=RUN it must use that run's tokenizer",
+    )
+    docs: bool = knob(
+        False,
+        "packed documents: no row sees another document of its sequence, and "
+        "each begins at position 0, as if it were alone; data scripts record "
+        "where documents begin",
+    )
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
-    init_from: str = knob("scratch", "scratch; resume: continue from out_dir's checkpoint; the "
-                                     "folder of a run: start from its weights")
+    init_from: str = knob(
+        "scratch",
+        "scratch; resume: continue from out_dir's checkpoint; the "
+        "folder of a run: start from its weights",
+    )
     train_only: str = knob(
-        "all", f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds "
-               "to plain attention; lora: only LoRA on attention's projections. All others stay as "
-               "in --init_from, and such a run saves an adapter, which holds only the trained "
-               "weights", ("all", *mixers.RETROFITS, "lora"))
+        "all",
+        f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds "
+        "to plain attention; lora: only LoRA on attention's projections. All others stay as "
+        "in --init_from, and such a run saves an adapter, which holds only the trained "
+        "weights",
+        ("all", *mixers.RETROFITS, "lora"),
+    )
     lora_rank: int = knob(
-        4, "rank of the matrices that --train_only=lora adds to each projection", least=1)
+        4, "rank of the matrices that --train_only=lora adds to each projection", least=1
+    )
     lora_on: str = knob(
-        "both", "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
-        tuple(PROJECTIONS))
+        "both",
+        "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
+        tuple(PROJECTIONS),
+    )
     # how much
     max_iters: int = knob(1000, "optimizer steps", least=1)
     batch_size: int = knob(
-        16, "largest number of sequences per forward pass on one device", least=1)
+        16, "largest number of sequences per forward pass on one device", least=1
+    )
     gradient_accumulation_steps: int = knob(
-        1, "sequences per step, over all ranks, as a multiple of batch_size", least=1)
+        1, "sequences per step, over all ranks, as a multiple of batch_size", least=1
+    )
     # AdamW, with linear warm-up and cosine decay
     learning_rate: float = knob(6e-4, "largest learning rate", least=1e-12, below=math.inf)
     head_lr: float = knob(
-        1.0, "factor on the learning rate of parameters outside linear layers, such as tau",
-        least=0)
+        1.0, "factor on the learning rate of parameters outside linear layers, such as tau", least=0
+    )
     weight_decay: float = knob(
-        0.1, "weight decay of matrices and embeddings; nothing else decays", least=0)
+        0.1, "weight decay of matrices and embeddings; nothing else decays", least=0
+    )
     beta1: float = knob(0.9, "AdamW's first beta", least=0, below=1)
     beta2: float = knob(0.95, "AdamW's second beta", least=0, below=1)
     grad_clip: float = knob(1.0, "largest gradient norm; 0: no limit", least=0)
@@ -98,45 +128,64 @@ class Train(Knobs):
     warmup_iters: int = knob(100, "steps of linear warm-up")
     lr_decay_iters: int = knob(0, "step at which the learning rate reaches min_lr; 0: max_iters")
     min_lr: float = knob(
-        -1.0, "learning rate at the end; negative: a tenth of learning_rate", below=math.inf)
+        -1.0, "learning rate at the end; negative: a tenth of learning_rate", below=math.inf
+    )
     # the head-balancing loss of The Attention Sink as Native MoE, which is added to the model's own
     head_balance: float = knob(
-        0.0, "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads",
-        least=0)
-    balance_form: str = knob("routed", "heads that it balances: all (eq. 8), or all except those "
-                                       "that the next two flags exclude (eq. 9)", ("routed", "all"))
+        0.0,
+        "weight (lambda of eq. 9) of the head-balancing loss, which is 0 for equal heads",
+        least=0,
+    )
+    balance_form: str = knob(
+        "routed",
+        "heads that it balances: all (eq. 8), or all except those "
+        "that the next two flags exclude (eq. 9)",
+        ("routed", "all"),
+    )
     balance_skip: int = knob(0, "number of first layers that the loss excludes")
     balance_shared: float = knob(
-        0.2, "fraction of the other heads, the most important ones, that the loss excludes",
-        least=0, below=1)
+        0.2,
+        "fraction of the other heads, the most important ones, that the loss excludes",
+        least=0,
+        below=1,
+    )
     # evaluations and checkpoints
     eval_interval: int = knob(
-        250, "steps between evaluations; each also saves a checkpoint", least=1)
+        250, "steps between evaluations; each also saves a checkpoint", least=1
+    )
     eval_iters: int = knob(
-        20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1)
+        20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1
+    )
     log_interval: int = knob(10, "steps between rows of log.csv", least=1)
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the fastest one here")
     dtype: str = knob(
-        "auto", "precision of matrix products (autocast); auto: bfloat16 where it is fast",
-        ("auto", "float32", "bfloat16", "float16"))
+        "auto",
+        "precision of matrix products (autocast); auto: bfloat16 where it is fast",
+        ("auto", "float32", "bfloat16", "float16"),
+    )
     compile: bool = knob(False, "torch.compile the model")
     shard: bool = knob(
-        False, "on several ranks, split weights, gradients and optimizer state over them")
+        False, "on several ranks, split weights, gradients and optimizer state over them"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.train_only != "all" and self.init_from == "scratch":
-            raise ValueError(f"--train_only={self.train_only} trains only a part of the model, so "
-                             "the rest must come from a run: name it with --init_from")
+            raise ValueError(
+                f"--train_only={self.train_only} trains only a part of the model, so "
+                "the rest must come from a run: name it with --init_from"
+            )
 
 
 @dataclass
 class DryRun(Knobs):
     """Flags of a dry run"""
-    dry_run: bool = knob(False, "print what the run would need, and stop: parameters, tokens, "
-                                "memory, FLOPs, hours")
+
+    dry_run: bool = knob(
+        False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours"
+    )
     gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
@@ -158,23 +207,27 @@ class Batches:
     def __init__(self, split, config, knobs, machine):
         self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
         self.thread = ThreadPoolExecutor(1)
-        self.ahead = {}                         # {the next step: the Future of its batches}
-        self.waited = 0.0                       # seconds that the loop has waited for batches
+        self.ahead = {}  # {the next step: the Future of its batches}
+        self.waited = 0.0  # seconds that the loop has waited for batches
         # number of possible starts
         self.choices = (len(split) - config.block_size - 1) // split.stride + 1
         if self.choices < 1:
-            raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
-                             f"block_size={config.block_size}: lower --block_size or add data")
+            raise ValueError(
+                f"{split.name} holds {len(split)} tokens, too few for one window of "
+                f"block_size={config.block_size}: lower --block_size or add data"
+            )
         # sequences a step, on all ranks
         self.total = knobs.batch_size * knobs.gradient_accumulation_steps
         size = 8 * self.total * (config.block_size + 1) // machine.world
         steps = f"--gradient_accumulation_steps={knobs.gradient_accumulation_steps}"
         check_memory(size, f"{steps}: the tokens of a step need", "lower it")
         if self.total % machine.world:
-            raise ValueError(f"{self.total} sequences a step (batch_size {knobs.batch_size} x "
-                             f"gradient_accumulation_steps {knobs.gradient_accumulation_steps}) "
-                             f"cannot be shared by {machine.world} ranks: make it a multiple of "
-                             f"{machine.world}")
+            raise ValueError(
+                f"{self.total} sequences a step (batch_size {knobs.batch_size} x "
+                f"gradient_accumulation_steps {knobs.gradient_accumulation_steps}) "
+                f"cannot be shared by {machine.world} ranks: make it a multiple of "
+                f"{machine.world}"
+            )
 
     def read(self, step):
         """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the
@@ -235,10 +288,13 @@ class Training:
         self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
         self.run = run
         if stored and stored.get("data_hash") != tokens.data_hash(data):
-            raise ValueError(f"the data set {knobs.dataset} has changed since "
-                             f"{Path(knobs.out_dir)} began: make it as it was, or start a new run")
-        self.kernel = mixers.choose_kernel(                     # raises if it is not there
-            config, machine.device.type, importance=knobs.head_balance > 0)
+            raise ValueError(
+                f"the data set {knobs.dataset} has changed since "
+                f"{Path(knobs.out_dir)} began: make it as it was, or start a new run"
+            )
+        self.kernel = mixers.choose_kernel(  # raises if it is not there
+            config, machine.device.type, importance=knobs.head_balance > 0
+        )
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val", knobs.docs)
@@ -247,16 +303,19 @@ class Training:
         # a short split may have fewer windows than the default, but an --eval_iters above the
         # default must fit
         if not stored and knobs.eval_iters > Train.eval_iters and self.windows > fit:
-            raise ValueError(f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, "
-                             f"and {self.val.name} holds {fit}: give at most "
-                             f"{max(Train.eval_iters, fit // knobs.batch_size)}")
+            raise ValueError(
+                f"--eval_iters={knobs.eval_iters} asks for {self.windows} windows, "
+                f"and {self.val.name} holds {fit}: give at most "
+                f"{max(Train.eval_iters, fit // knobs.batch_size)}"
+            )
 
         checkpoint = self.make_model(stored)
         self.meta = self.new_meta(data, stored, flags, resumed=checkpoint is not None)
         self.running = self.distribute()
 
         self.optimizer = self.model.configure_optimizers(
-            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr)
+            knobs.weight_decay, knobs.learning_rate, (knobs.beta1, knobs.beta2), knobs.head_lr
+        )
         # keeps small gradients from becoming 0 in float16; in other precisions it does nothing
         self.scaler = torch.amp.GradScaler(machine.device.type, enabled=machine.dtype == "float16")
         if checkpoint:
@@ -275,7 +334,7 @@ class Training:
         train_only(model, knobs)
         if knobs.head_balance or model.penalized:
             self.run.columns += ("balance",)
-        if stored and self.run.checkpoint.exists():     # else it was killed before its first one
+        if stored and self.run.checkpoint.exists():  # else it was killed before its first one
             return resume(model, self.run.checkpoint, stored)
         if knobs.init_from != "scratch":
             take_weights(model, knobs.init_from, self.run, machine)
@@ -284,11 +343,16 @@ class Training:
         """meta.json: the settings of the run, and entries from the data set and from an earlier
         run."""
         knobs, model, machine = self.knobs, self.model, self.machine
-        meta = {"flags": flags,
-                "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(self.config),
-                "parameters": model.num_params(), "data_hash": tokens.data_hash(data), **made_by(),
-                "machine": str(machine), "world_size": machine.world,
-                "losses": stored.get("losses", {}) if resumed else {}}
+        meta = {
+            "flags": flags,
+            "knobs": dataclasses.asdict(knobs) | dataclasses.asdict(self.config),
+            "parameters": model.num_params(),
+            "data_hash": tokens.data_hash(data),
+            **made_by(),
+            "machine": str(machine),
+            "world_size": machine.world,
+            "losses": stored.get("losses", {}) if resumed else {},
+        }
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
         for name, origin in (("tokenizer", data), ("separator", data), ("ends", earlier)):
             if name in origin:
@@ -318,33 +382,33 @@ class Training:
         self.run.begin(self.meta)
         if self.machine.main:  # the run keeps its tokenizer, so eval.py can read and write text
             tokens.keep_tokenizer(self.run.folder, tokens.content_of(self.folder))
-        self.machine.wait()                     # until the main rank has written
+        self.machine.wait()  # until the main rank has written
 
     def train(self):
         """Train to the last step. Returns the step at which a signal stopped it, or None."""
         knobs, machine, batches = self.knobs, self.machine, self.batches
         model, running, optimizer, scaler = self.model, self.running, self.optimizer, self.scaler
-        first = self.run.saved or 0             # steps that an earlier part of this run has done
+        first = self.run.saved or 0  # steps that an earlier part of this run has done
         progress = Progress(knobs, model, machine, batches.total, first)
         with StopSignal() as signals, progress:
             for step in range(first + 1, knobs.max_iters + 1):
                 lr = learning_rate(step, knobs)
                 for group in optimizer.param_groups:
-                    group["lr"] = lr * group["lr_scale"]                # the group's own factor
-                model.set_progress(step / knobs.max_iters)              # for layers with a schedule
+                    group["lr"] = lr * group["lr_scale"]  # the group's own factor
+                model.set_progress(step / knobs.max_iters)  # for layers with a schedule
 
                 # each micro-batch is weighted by its share of the sequences, so gradients add up to
                 # that of one batch
                 micro_batches = batches(step)
-                sums = torch.zeros(2, device=machine.device)            # of both losses
+                sums = torch.zeros(2, device=machine.device)  # of both losses
                 for micro, (x, y, *starts) in enumerate(micro_batches):
-                    if self.config.dropout:     # seeded by these numbers: no state to be stored
+                    if self.config.dropout:  # seeded by these numbers: no state to be stored
                         seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                         torch.manual_seed(seeds.generate_state(1)[0].item())
                     # data-parallel ranks average their gradients once, after the last micro-batch
                     if isinstance(running, DistributedDataParallel):
                         running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                    with machine.autocast():    # products in 16 bits if fast, sums in float32
+                    with machine.autocast():  # products in 16 bits if fast, sums in float32
                         loss, balance = losses(running, x, y, knobs, machine, *starts)
                         balance = balance + model.penalty()
                     share = len(x) * machine.world / batches.total
@@ -353,12 +417,12 @@ class Training:
 
                 # clip the gradient, to limit the effect of one unusual batch. If float16 overflows,
                 # the scaler skips the step and lowers its scale
-                scaler.unscale_(optimizer)      # the norm is that of the unscaled gradient
+                scaler.unscale_(optimizer)  # the norm is that of the unscaled gradient
                 limit = knobs.grad_clip or math.inf
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
                 scaler.step(optimizer)
                 scaler.update()
-                model.finish_step(machine)      # for layers that count tokens
+                model.finish_step(machine)  # for layers that count tokens
                 optimizer.zero_grad(set_to_none=True)  # frees memory for the next forward pass
                 progress.update()
 
@@ -367,16 +431,22 @@ class Training:
                 # after the same step
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
                 if evaluate or step % knobs.log_interval == 0:
-                    if hasattr(norm, "full_tensor"):                    # each rank has a part
+                    if hasattr(norm, "full_tensor"):  # each rank has a part
                         norm = norm.full_tensor()
                     numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
                     train_loss, balance, norm, stop = (total / machine.world for total in numbers)
                     finite = math.isfinite(norm) or scaler.is_enabled()
                     if not (math.isfinite(train_loss) and finite):
-                        raise self.run.diverged(f"the loss is {train_loss} and the gradient norm "
-                                                f"{norm} at step {step}")
-                    row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm,
-                           "balance": balance} | progress.speed(step)
+                        raise self.run.diverged(
+                            f"the loss is {train_loss} and the gradient norm {norm} at step {step}"
+                        )
+                    row = {
+                        "step": step,
+                        "train_loss": train_loss,
+                        "lr": lr,
+                        "grad_norm": norm,
+                        "balance": balance,
+                    } | progress.speed(step)
                     progress.show(row)
                     self.evaluate_and_save(row, evaluate, stop)
                     progress.measure_from(step)  # without the time of the evaluation
@@ -390,11 +460,17 @@ class Training:
         knobs, run, step = self.knobs, self.run, row["step"]
         if evaluate:
             row["val_loss"] = mean_loss(
-                self.model, self.val, self.machine, self.windows, knobs.batch_size,
-                share=not is_sharded(self.model))
+                self.model,
+                self.val,
+                self.machine,
+                self.windows,
+                knobs.batch_size,
+                share=not is_sharded(self.model),
+            )
             if not math.isfinite(row["val_loss"]):
-                raise run.diverged(f"the validation loss is {row['val_loss']} after step {step}: "
-                                   "stopped")
+                raise run.diverged(
+                    f"the validation loss is {row['val_loss']} after step {step}: stopped"
+                )
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
         run.log(**row)
         if evaluate or stop:
@@ -407,15 +483,20 @@ class Training:
         meta["seconds_waiting_for_data"] = round(waited, 3)
         gather(self.model)  # most of the report looks into the model on the main rank alone
         meta["report"] = report(
-            self.model, self.machine, self.folder, self.windows, knobs.batch_size, knobs.docs)
+            self.model, self.machine, self.folder, self.windows, knobs.batch_size, knobs.docs
+        )
         self.run.write_meta()
         if self.machine.main:
             looks = [("probe", "each layer and head"), ("sample", "more text")]
             if "excess_loss" in meta["report"]:  # the sink lab, whose tokens are not text
-                looks = [("maps", "the attention weights of a sequence"),
-                         ("probe --all", "all figures of the lab")]
-            print(f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting "
-                  "for data\n\nnext:")
+                looks = [
+                    ("maps", "the attention weights of a sequence"),
+                    ("probe --all", "all figures of the lab"),
+                ]
+            print(
+                f"\ntrained for {meta['seconds']} s, of which {waited:.2f} s were spent waiting "
+                "for data\n\nnext:"
+            )
             for look, why in looks:
                 print(f"  python eval.py {look} --out_dir={knobs.out_dir}    {why}")
 
@@ -425,12 +506,14 @@ class StopSignal:
     log.
 
     Another signal, more than PATIENCE seconds later, ends the process at once."""
+
     PATIENCE = 3  # torchrun repeats a signal that its children have already received
 
     def __enter__(self):
-        self.asked = None                       # the time of the first signal
-        self.before = {number: signal.signal(number, self.ask)
-                       for number in (signal.SIGINT, signal.SIGTERM)}
+        self.asked = None  # the time of the first signal
+        self.before = {
+            number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, *exception):
@@ -451,8 +534,11 @@ def introduce(training, data):
     meta.json."""
     knobs, config, batches = training.knobs, training.config, training.batches
     first = training.run.saved
-    axes = [f"{name} {getattr(config, name)}" for name, default in mixers.DEFAULTS.items()
-            if name in ("rule", "pos") or getattr(config, name) != default]
+    axes = [
+        f"{name} {getattr(config, name)}"
+        for name, default in mixers.DEFAULTS.items()
+        if name in ("rule", "pos") or getattr(config, name) != default
+    ]
     tokenizer = f" in the tokenizer {data['tokenizer']}" if "separator" in data else ""
     part = f" ({training.meta['trained']:,} of them trained)" if "trained" in training.meta else ""
     recipe = f"--attn={config.attn} ({', '.join(axes)})"
@@ -461,11 +547,14 @@ def introduce(training, data):
     size = f"{training.meta['parameters'] / 1e6:.2f}M parameters"
     packed = " in packed documents" if knobs.docs else ""
     begun = f" from step {first}" if first else ""
-    print(f"model: {size}{part}, {recipe}, computed by {training.kernel}\n"
-          f"machine: {training.machine}\n"
-          f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{packed}; "
-          f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{begun}; "
-          f"run: {knobs.out_dir}", flush=True)
+    print(
+        f"model: {size}{part}, {recipe}, computed by {training.kernel}\n"
+        f"machine: {training.machine}\n"
+        f"data: {knobs.dataset}{tokenizer}, {len(batches.split):,} tokens{packed}; "
+        f"{batches.total * config.block_size:,} a step, {knobs.max_iters} steps{begun}; "
+        f"run: {knobs.out_dir}",
+        flush=True,
+    )
 
 
 class Progress(tqdm):
@@ -476,8 +565,13 @@ class Progress(tqdm):
 
     def __init__(self, knobs, model, machine, sequences, first):
         hidden = not machine.main or first >= knobs.max_iters
-        super().__init__(total=knobs.max_iters, initial=first, disable=hidden, unit="step",
-                         mininterval=0.5 if sys.stderr.isatty() else 10)
+        super().__init__(
+            total=knobs.max_iters,
+            initial=first,
+            disable=hidden,
+            unit="step",
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
         self.model, self.machine, self.sequences = model, machine, sequences
         self.measure_from(first)
 
@@ -499,9 +593,10 @@ class Progress(tqdm):
         """Show the losses and the speed of a row of the log at the end of the bar."""
         balance = f" + {row['balance']:.4f}" if row["balance"] else ""
         mfu = f", mfu {row['mfu']:.1%}" if "mfu" in row else ""
-        self.set_postfix_str(f"loss {row['train_loss']:.4f}{balance}, {row['tokens_per_s']:,} "
-                             f"tokens/s{mfu}",
-                             refresh=False)
+        self.set_postfix_str(
+            f"loss {row['train_loss']:.4f}{balance}, {row['tokens_per_s']:,} tokens/s{mfu}",
+            refresh=False,
+        )
 
 
 def memory_of_a_step(model, config, knobs):
@@ -517,18 +612,22 @@ def memory_of_a_step(model, config, knobs):
     size = 4 if knobs.dtype == "float32" else 2  # bytes of a number; auto: as on a GPU
     gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     hidden = (4 if config.mlp == "swiglu" else 2) * hidden_width(config)
-    block = (16 + 6 * size) * config.n_embd + size * hidden             # bytes of a token
+    block = (16 + 6 * size) * config.n_embd + size * hidden  # bytes of a token
     tokens_at_once = knobs.batch_size * config.block_size
     activations = tokens_at_once * (config.n_layer * block + 12 * config.vocab_size)
     if size == 2:
         activations += 2 * model.num_params()
-    return {"weights": sum(p.nbytes for p in model.parameters()),
-            "gradients": gradients, "optimizer": 2 * gradients, "activations": activations}
+    return {
+        "weights": sum(p.nbytes for p in model.parameters()),
+        "gradients": gradients,
+        "optimizer": 2 * gradients,
+        "activations": activations,
+    }
 
 
 def dry_run(knobs, config, plan):
     """The text that a dry run prints. plan: a DryRun."""
-    with torch.device("meta"):                  # shapes only
+    with torch.device("meta"):  # shapes only
         model = GPT(config)
         train_only(model, knobs)
         memory = memory_of_a_step(model, config, knobs)
@@ -538,26 +637,50 @@ def dry_run(knobs, config, plan):
     total, tflops = a_step * knobs.max_iters, PEAK_TFLOPS[plan.gpu]
     flops = model.flops_per_token() * total
     hours = flops / (1e12 * tflops * plan.mfu) / 3600
-    return "\n".join([
-        f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
-        f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {total:,} in all",
-        f"memory of one process, {knobs.batch_size} sequences at a time with fused attention, "
-        "about:",
-        *(f"  {name:11} {size / 1e9:10,.3f} GB" for name, size in memory.items()),
-        f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, besides a "
-        "block or two",
-        f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
-        f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
-        f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs"])
+    return "\n".join(
+        [
+            f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
+            f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {total:,} in all",
+            f"memory of one process, {knobs.batch_size} sequences at a time with fused attention, "
+            "about:",
+            *(f"  {name:11} {size / 1e9:10,.3f} GB" for name, size in memory.items()),
+            f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, besides a "
+            "block or two",
+            f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
+            f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
+            f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs",
+        ]
+    )
 
 
 # --------------------------------------------------------------------------------- the command line
 
 # what -h shows
-USUAL = ("preset", "dataset", "out_dir", "init_from", "max_iters", "batch_size",
-         "gradient_accumulation_steps", "learning_rate", "eval_interval", "seed", "device", "dtype",
-         "compile", "dry_run", "block_size", "n_layer", "n_head", "n_embd", "dropout", "attn",
-         "kernel", "pos", "window")
+USUAL = (
+    "preset",
+    "dataset",
+    "out_dir",
+    "init_from",
+    "max_iters",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "eval_interval",
+    "seed",
+    "device",
+    "dtype",
+    "compile",
+    "dry_run",
+    "block_size",
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "dropout",
+    "attn",
+    "kernel",
+    "pos",
+    "window",
+)
 
 
 def main(argv):
@@ -586,9 +709,11 @@ def main(argv):
             before = Path(knobs.out_dir)
         places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
         if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
-            raise ValueError(f"unknown --dataset={knobs.dataset}: choose from "
-                             f"{', '.join(tokens.DATA_SETS)}, or name a folder by its path")
-    except (ValueError, OSError) as e:          # OSError: a name that is too long for a file
+            raise ValueError(
+                f"unknown --dataset={knobs.dataset}: choose from "
+                f"{', '.join(tokens.DATA_SETS)}, or name a folder by its path"
+            )
+    except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
@@ -602,7 +727,7 @@ def main(argv):
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
         run = Run(knobs.out_dir, machine)
-        with run.locked(machine):               # before anything of an earlier run is read
+        with run.locked(machine):  # before anything of an earlier run is read
             training = Training(run, knobs, config, machine, folder, data, stored, argv)
             training.begin(data)
             began = time.perf_counter()
@@ -611,11 +736,13 @@ def main(argv):
                     launcher = "python"
                     if machine.world > 1:
                         launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-                    print(f"\nstopped and saved at step {stopped}; go on with: "
-                          f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume")
+                    print(
+                        f"\nstopped and saved at step {stopped}; go on with: "
+                        f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume"
+                    )
             else:
                 training.finish(time.perf_counter() - began)
-        del training                            # by now nothing uses the group of ranks
+        del training  # by now nothing uses the group of ranks
         machine.close()
     sys.exit(130 if stopped else 0)
 

@@ -1,9 +1,11 @@
 """What all axes have in common.
 
-An axis is one choice that a layer makes around its rule: its positions, its gate, and so on. Each axis is one table,
-and each of its values is one row of that table. A row holds everything about the value: what it computes, what it
-learns, its constants, and what it cannot be combined with. A new value is a new row.
+An axis is one choice that a layer makes around its rule: its positions, its gate, and so on. Each
+axis is one table, and each of its values is one row of that table. A row holds everything about the
+value: what it computes, what it learns, its constants, and what it cannot be combined with. A new
+value is a new row.
 """
+
 import dataclasses
 import math
 from collections.abc import Callable
@@ -14,11 +16,13 @@ from torch.nn import functional as F
 
 
 class Constant(NamedTuple):
-    """A constant that --attn_args may set. The type of its default decides: a switch, a whole number or any number."""
+    """A constant that --attn_args may set. The type of its default decides: a switch, a whole
+    number or any number."""
+
     default: Any
     low: float = -math.inf
     high: float = math.inf
-    word: str | None = None                     # one word that is allowed in place of a number
+    word: str | None = None  # one word that is allowed in place of a number
 
 
 def unchanged(layer, x, *_):
@@ -28,46 +32,60 @@ def unchanged(layer, x, *_):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. It sets only the fields of its axis. Rules, and some axes of mixers, add fields."""
-    learns: Callable = lambda layer: {}         # layer -> {name: what Layer.add accepts}
+    """One value of an axis. It sets only the fields of its axis. Rules, and some axes of mixers,
+    add fields."""
+
+    learns: Callable = lambda layer: {}  # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
-    refuse: Callable | None = None              # config, args, choices -> why this value cannot be combined, or None
+    # config, args, choices -> why this value cannot be combined, or None
+    refuse: Callable | None = None
     # pos
-    embeds: Callable | None = None              # places, C -> the embedding that model.py adds for each position
-    rotates: bool = False                       # RoPE rotates q and k
-    bias: Callable | None = None                # layer -> Distance, which is added to the score
-    shared: tuple = ()                          # names of learned tensors that all layers share
+    # places, C -> the embedding that model.py adds for each position
+    embeds: Callable | None = None
+    rotates: bool = False  # RoPE rotates q and k
+    bias: Callable | None = None  # layer -> Distance, which is added to the score
+    shared: tuple = ()  # names of learned tensors that all layers share
     # qk_norm, feature
-    projected: Callable | None = None           # layer, a learned norm, x -> x: queries or keys, before rotation
-    normed: Callable = unchanged                # layer, x -> x: after rotation. For out_norm: layer, o -> o
-    mapped: Callable = unchanged                # layer, x -> x: queries or keys, after their norm
+    # layer, a learned norm, x -> x: queries or keys, before rotation
+    projected: Callable | None = None
+    normed: Callable = unchanged  # layer, x -> x: after rotation. For out_norm: layer, o -> o
+    mapped: Callable = unchanged  # layer, x -> x: queries or keys, after their norm
     # scale
-    factor: Callable | None = None              # layer, n (.., R) -> a factor on the score, (.., H, R, 1); None: 1
-    unscaled: bool = False                      # the score is not divided by sqrt(d)
+    # layer, n (.., R) -> a factor on the score, (.., H, R, 1); None: 1
+    factor: Callable | None = None
+    unscaled: bool = False  # the score is not divided by sqrt(d)
     # normalize
-    divisor: Callable | None = None             # row sums r, lengths n (.., R, 1) -> the row's divisor; None: 1
-    needs_sum: bool = False                     # the divisor depends on r
+    # row sums r, lengths n (.., R, 1) -> the row's divisor; None: 1
+    divisor: Callable | None = None
+    needs_sum: bool = False  # the divisor depends on r
     # sink
-    score: Callable | None = None               # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
-    value: Callable | None = None               # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
-    ahead: int = 0                              # learned tokens that model.py puts before the sequence
+    # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
+    score: Callable | None = None
+    # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
+    value: Callable | None = None
+    ahead: int = 0  # learned tokens that model.py puts before the sequence
     # diff
-    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))          # -> (heads, width) of q, k, v
-    own_keys: bool = False                      # each view has a key head of its own
-    mix: Callable = lambda layer, x: None       # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
-    after: Callable = unchanged                 # layer, o -> o: follows the norm on the output
+    heads: Callable = lambda H, K, D: ((H, D), (K, D), (K, D))  # -> (heads, width) of q, k, v
+    own_keys: bool = False  # each view has a key head of its own
+    # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
+    mix: Callable = lambda layer, x: None
+    after: Callable = unchanged  # layer, o -> o: follows the norm on the output
     # value_bias, dex, exclude, gate
-    corrected: Callable = unchanged             # layer, o, v -> o
-    gated: Callable = unchanged                 # layer, o, x -> o
-    before_norm: bool = False                   # the gate comes before the norm of the output
-    # forget, write and conv of mixers/recurrent.py; affinity of mixers/focus.py. x (B, T, C): the layer's input
-    log_forget: Callable | None = None          # layer, x -> log forget (B, H, T, 1 or D); None: 0
-    write_factor: Callable | None = None        # layer, x -> write, the factor on v, (B, H, T, 1); None: 1
-    convolved: Callable | None = None           # layer, all of q, k and v (B, 3 + T, ..) -> the same (B, T, ..)
-    gated_score: Callable | None = None         # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
+    corrected: Callable = unchanged  # layer, o, v -> o
+    gated: Callable = unchanged  # layer, o, x -> o
+    before_norm: bool = False  # the gate comes before the norm of the output
+    # forget, write and conv of mixers/recurrent.py; affinity of mixers/focus.py. x (B, T, C): the
+    # layer's input
+    log_forget: Callable | None = None  # layer, x -> log forget (B, H, T, 1 or D); None: 0
+    # layer, x -> write, the factor on v, (B, H, T, 1); None: 1
+    write_factor: Callable | None = None
+    # layer, all of q, k and v (B, 3 + T, ..) -> the same (B, T, ..)
+    convolved: Callable | None = None
+    # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
+    gated_score: Callable | None = None
 
     def __deepcopy__(self, memo):
-        return self                             # Triton's functions cannot be copied
+        return self  # Triton's functions cannot be copied
 
 
 def only(values, *names):
@@ -76,26 +94,34 @@ def only(values, *names):
 
 
 class Normal(NamedTuple):
-    """Initial values drawn from N(0, std): of a learned tensor of this shape or, without a shape, of a weight of a
-    module that the choice has added before. Other weights of modules are drawn from N(0, 0.02)."""
+    """Initial values drawn from N(0, std): of a learned tensor of this shape or, without a shape,
+    of a weight of a module that the choice has added before. Other weights of modules are drawn
+    from N(0, 0.02)."""
+
     std: float
     shape: tuple | None = None
 
 
 class Fixed(NamedTuple):
     """A tensor that a layer keeps and does not learn."""
+
     value: torch.Tensor
 
 
-BIAS_SIZES = {                                  # shapes of learned key and value biases; When Attention Sink Emerges
-    "bias_shared": Constant(False),             # one for all heads (table 12)
-    "bias_dims": Constant("all", 1, word="all")}        # only the first channels learn, the others stay 0 (table 13)
+BIAS_SIZES = {  # shapes of learned key and value biases; When Attention Sink Emerges
+    "bias_shared": Constant(False),  # one for all heads (table 12)
+    # only the first channels learn, the others stay 0 (table 13)
+    "bias_dims": Constant("all", 1, word="all"),
+}
 
 
 def drawn_bias(layer, heads, width):
-    """A key or value bias (heads, width), or smaller as BIAS_SIZES says, that starts as N(0, 0.02)."""
+    """A key or value bias (heads, width), or smaller as BIAS_SIZES says, that starts as N(0,
+    0.02)."""
     dims = layer.args["bias_dims"]
-    return Normal(0.02, (1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims)))
+    return Normal(
+        0.02, (1 if layer.args["bias_shared"] else heads, width if dims == "all" else int(dims))
+    )
 
 
 def whole_bias(bias, heads, width):

@@ -1,15 +1,28 @@
-"""What happens to a row of weights after its rule: a row normaliser, an extra key, a second view that is subtracted.
+"""What happens to a row of weights after its rule: a row normaliser, an extra key, a second view
+that is subtracted.
 
-Shapes: B batch, H score heads, R query rows, D width of q and k, E width of v. Row vectors are (B, H, R, 1).
+Shapes: B batch, H score heads, R query rows, D width of q and k, E width of v. Row vectors are (B,
+H, R, 1).
 """
+
 import math
 
 import torch
 import torch.nn as nn
 
-from axes.base import BIAS_SIZES, Choice, Constant, Fixed, Normal, drawn_bias, whole_bias, wide, wrong_bias_dims
+from axes.base import (
+    BIAS_SIZES,
+    Choice,
+    Constant,
+    Fixed,
+    Normal,
+    drawn_bias,
+    whole_bias,
+    wide,
+    wrong_bias_dims,
+)
 
-# ------------------------------------------------------------------------------------------------------ row normalisers
+# ---------------------------------------------------------------------------------- row normalisers
 
 
 def over_sum(r, n):
@@ -23,17 +36,22 @@ def over_length(r, n):
 
 
 def over_max1(r, n):
-    """max(|row sum|, 1), for weights of either sign. Source: When Attention Sink Emerges, table 6."""
+    """max(|row sum|, 1), for weights of either sign. Source: When Attention Sink Emerges, table
+    6."""
     return torch.where(r.abs() > 1, r.abs(), 1.0)
 
 
 def wrong_normalizer(config, args, choices):
     if config.normalize == "sum" and config.rule == "identity" and config.feature != "elu":
-        return ("--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
-                f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1")
+        return (
+            "--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
+            f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1"
+        )
     if choices["rule"].normalizes:
-        return (f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
-                f"sigmoid: leave it out with --rule={config.rule}")
+        return (
+            f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
+            f"sigmoid: leave it out with --rule={config.rule}"
+        )
 
 
 NORMALIZERS = {
@@ -43,7 +61,7 @@ NORMALIZERS = {
     "max1": Choice(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
 }
 
-# --------------------------------------------------------------------------------------------------------- an extra key
+# ------------------------------------------------------------------------------------- an extra key
 
 
 def zero_score(layer, q):
@@ -52,27 +70,33 @@ def zero_score(layer, q):
 
 
 def logit_score(layer, q):
-    """c = b_h, learned, 0 at first. Source: GPT-OSS, which gives no initial value; transformers has N(0, 0.02)."""
+    """c = b_h, learned, 0 at first. Source: GPT-OSS, which gives no initial value; transformers has
+    N(0, 0.02)."""
     return layer.sink_logit[:, None, None]
 
 
 def key_score(layer, q):
-    """c_i = q_i . k* / sqrt(d), as for every key. k* starts as N(0, 0.02) for each key head and is not rotated.
+    """c_i = q_i . k* / sqrt(d), as for every key. k* starts as N(0, 0.02) for each key head and is
+    not rotated.
     Source: When Attention Sink Emerges, table 4.
-    Differs from its code, which decays k* and v*: here weight decay acts on linear layers and embeddings only."""
+    Differs from its code, which decays k* and v*: here weight decay acts on linear layers and
+    embeddings only."""
     key = layer.for_score_heads(layer.featured(whole_bias(layer.sink_key, *layer.shapes["k"])), 0)
-    return layer.sight.scale * (wide(q[..., :layer.width]) * key[:, None]).sum(-1, keepdim=True)
+    return layer.sight.scale * (wide(q[..., : layer.width]) * key[:, None]).sum(-1, keepdim=True)
 
 
 def extra_key(layer):
-    """k*, and for key_value also v*, which starts as N(0, 0.02). value_norm=NUMBER fixes v* at that norm, along the
-    first channel or (value_even) along all. Source: When Attention Sink Emerges, table 5."""
+    """k*, and for key_value also v*, which starts as N(0, 0.02). value_norm=NUMBER fixes v* at that
+    norm, along the first channel or (value_even) along all. Source: When Attention Sink Emerges,
+    table 5."""
     (heads, width), norm = layer.shapes["v"], layer.args.get("value_norm")
     learned = {"sink_key": drawn_bias(layer, *layer.shapes["k"])}
     if norm == "learned":
         learned["sink_value"] = drawn_bias(layer, heads, width)
     elif norm is not None:
-        value = torch.full((width,), width ** -0.5) if layer.args["value_even"] else torch.eye(width)[0]
+        value = (
+            torch.full((width,), width**-0.5) if layer.args["value_even"] else torch.eye(width)[0]
+        )
         learned["sink_value"] = Fixed((norm * value).repeat(heads, 1))
     return learned
 
@@ -94,21 +118,31 @@ def wrong_sink(config, args, choices):
 SINKS = {
     "none": Choice(),
     "one": Choice(score=zero_score, refuse=wrong_sink),
-    "logit": Choice(learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)}, score=logit_score,
-                    refuse=wrong_sink),
+    "logit": Choice(
+        learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)},
+        score=logit_score,
+        refuse=wrong_sink,
+    ),
     "key": Choice(learns=extra_key, args=BIAS_SIZES, score=key_score, refuse=wrong_sink),
-    "key_value": Choice(learns=extra_key, args=BIAS_SIZES | {
-        "value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        score=key_score, value=sink_value, refuse=wrong_sink),
-    "token": Choice(ahead=1, refuse=wrong_sink),                        # an ordinary key
+    "key_value": Choice(
+        learns=extra_key,
+        args=BIAS_SIZES
+        | {"value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
+        score=key_score,
+        value=sink_value,
+        refuse=wrong_sink,
+    ),
+    "token": Choice(ahead=1, refuse=wrong_sink),  # an ordinary key
 }
 
 
 def share_of_keys(layer, q, r, n):
-    """The factor on a row's real keys, (B, H, R, 1): 1 / the row normaliser, 1 minus the extra key's weight, or None.
+    """The factor on a row's real keys, (B, H, R, 1): 1 / the row normaliser, 1 minus the extra
+    key's weight, or None.
 
-    An extra key of score c multiplies the weights of the real keys by e^r / (e^r + e^c), where r is the log-sum-exp of
-    their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need not be a token.
+    An extra key of score c multiplies the weights of the real keys by e^r / (e^r + e^c), where r is
+    the log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need
+    not be a token.
     Source: The Attention Sink as Native MoE, eq. 2 to 4."""
     if layer.choices["normalize"].divisor:
         return 1 / layer.choices["normalize"].divisor(r, n[..., None])
@@ -117,7 +151,8 @@ def share_of_keys(layer, q, r, n):
 
 
 def normalised_output(layer, o, q, r, n):
-    """Apply the row normaliser, or the extra key (its value gets the weight that real keys lose), to o (B, H, R, E)."""
+    """Apply the row normaliser, or the extra key (its value gets the weight that real keys lose),
+    to o (B, H, R, E)."""
     share = share_of_keys(layer, q, r, n)
     if share is None:
         return o
@@ -126,7 +161,7 @@ def normalised_output(layer, o, q, r, n):
     return wide(o) * share
 
 
-# ------------------------------------------------- a second view: o = o_a - mix o_b, so the weight on a sink cancels
+# -------------------------------- a second view: o = o_a - mix o_b, so the weight on a sink cancels
 
 
 def lambda_at_depth(depth):
@@ -136,23 +171,30 @@ def lambda_at_depth(depth):
 
 def lambda_of_head(layer, x):
     """sigmoid(lambda_logit_h), 0.5 at first. Source: Threshold Differential Attention.
-    Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1]: beyond, the gradient is 0."""
+    Differs from the paper: it gives no initial value. Its code clamps lambda to [0, 1]: beyond, the
+    gradient is 0."""
     return torch.sigmoid(layer.lambda_logit)[:, None, None]
 
 
 def lambda_of_layer(layer, x):
-    """exp(q1.k1) - exp(q2.k2) + lambda_init, from four learned vectors (D,), N(0, 0.1), and the depth: one per layer.
+    """exp(q1.k1) - exp(q2.k2) + lambda_init, from four learned vectors (D,), N(0, 0.1), and the
+    depth: one per layer.
 
-    Source: Ye et al. 2410.05258, eq. 3. Its code has two versions: multihead_diffattn.py shares one key head between
-    both views. multihead_flashdiff_1.py, which it recommends, gives each view its own, as here.
-    Differs from the paper: it has a GroupNorm. Its code has an RMSNorm with one weight for all heads, as here.
-    transformers pairs heads h and h + H/2, and its norm has no weight."""
-    ups, downs = (layer.lambda_q1 * layer.lambda_k1).sum(), (layer.lambda_q2 * layer.lambda_k2).sum()
+    Source: Ye et al. 2410.05258, eq. 3. Its code has two versions: multihead_diffattn.py shares one
+    key head between both views. multihead_flashdiff_1.py, which it recommends, gives each view its
+    own, as here.
+    Differs from the paper: it has a GroupNorm. Its code has an RMSNorm with one weight for all
+    heads, as here. transformers pairs heads h and h + H/2, and its norm has no weight."""
+    ups, downs = (
+        (layer.lambda_q1 * layer.lambda_k1).sum(),
+        (layer.lambda_q2 * layer.lambda_k2).sum(),
+    )
     return ups.exp() - downs.exp() + lambda_at_depth(layer.depth)
 
 
 def lambda_of_token(layer, x):
-    """sigmoid(W x): one lambda per head and token, and no norm on the output. Source: unilm, Diff-Transformer-V2."""
+    """sigmoid(W x): one lambda per head and token, and no norm on the output. Source: unilm,
+    Diff-Transformer-V2."""
     return torch.sigmoid(wide(layer.lambda_proj(x))).transpose(1, 2)[..., None]
 
 
@@ -168,15 +210,30 @@ def needs_pairs(config, args, choices):
 
 DIFFERENCES = {
     "none": Choice(),
-    "subtract": Choice(                         # two views of the same values
-        learns=lambda layer: {"lambda_logit": torch.full((layer.heads,), layer.args["lambda_init"]).logit()},
-        args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)}, mix=lambda_of_head, own_keys=True,
-        heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D))),
-    "v1": Choice(                               # half the heads, each twice as wide: as many parameters as softmax
-        learns=lambda layer: {f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")},
-        mix=lambda_of_layer, refuse=needs_pairs, own_keys=True, after=shrunk,
-        heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D))),
-    "v2": Choice(                               # two queries look at the same keys
-        learns=lambda layer: {"lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
-        mix=lambda_of_token, heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D))),
+    "subtract": Choice(  # two views of the same values
+        learns=lambda layer: {
+            "lambda_logit": torch.full((layer.heads,), layer.args["lambda_init"]).logit()
+        },
+        args={"lambda_init": Constant(0.5, 1e-6, 1 - 1e-6)},
+        mix=lambda_of_head,
+        own_keys=True,
+        heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D)),
+    ),
+    "v1": Choice(  # half the heads, each twice as wide: as many parameters as softmax
+        learns=lambda layer: {
+            f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")
+        },
+        mix=lambda_of_layer,
+        refuse=needs_pairs,
+        own_keys=True,
+        after=shrunk,
+        heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D)),
+    ),
+    "v2": Choice(  # two queries look at the same keys
+        learns=lambda layer: {
+            "lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)
+        },
+        mix=lambda_of_token,
+        heads=lambda H, K, D: ((2 * H, D), (K, D), (K, D)),
+    ),
 }

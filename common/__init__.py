@@ -1,6 +1,7 @@
 """What all other folders use: flags, the machine, runs and files. It does not import the model.
 
 Import it before torch: it sets how threads wait for each other."""
+
 import os
 
 # OpenMP's threads wait in a loop. If another process needs their core, the thread that they wait

@@ -2,6 +2,7 @@
 
 This module imports no other module of this repository.
 """
+
 import contextlib
 import errno
 import hashlib
@@ -31,12 +32,13 @@ def replacing(path, mode="wb"):
         with open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"})) as f:
             yield f
             f.flush()
-            os.fsync(f.fileno())                # on the disk before it gets its final name
+            os.fsync(f.fileno())  # on the disk before it gets its final name
         os.replace(temporary, path)
     except OSError as e:
         if e.errno in FULL_DISK and e.filename is None:
-            raise OSError(f"{path} could not be written ({e.strerror}): free some space "
-                          "there") from None
+            raise OSError(
+                f"{path} could not be written ({e.strerror}): free some space there"
+            ) from None
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -55,10 +57,10 @@ def delete_leftovers(folder, names):
 def is_running(process):
     """Does this machine have a process with this id?"""
     try:
-        os.kill(process, 0)                     # the signal 0 is never delivered
+        os.kill(process, 0)  # the signal 0 is never delivered
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:                             # it is another user's
+    except OSError:  # it is another user's
         pass
     return True
 
@@ -76,8 +78,10 @@ def check_name(name, what):
     from a file must not lead to another folder. what: the name's role, for the message."""
     if not re.fullmatch(r"\w[\w .,+=@()-]*", name) or len(name.encode()) > 100:
         shown = name[:100].encode("utf-8", "backslashreplace").decode()
-        raise ValueError(f"{what}={shown} must be a plain name: at most 100 letters, digits and _ "
-                         ".,+=@()-, the first a letter or a digit")
+        raise ValueError(
+            f"{what}={shown} must be a plain name: at most 100 letters, digits and _ "
+            ".,+=@()-, the first a letter or a digit"
+        )
     return name
 
 
@@ -93,7 +97,7 @@ def parsed(text):
     """The value of a JSON text (or bytes). Raises ValueError if it is not valid."""
     try:
         return json.loads(text)
-    except RecursionError:                      # a thousand lists inside each other
+    except RecursionError:  # a thousand lists inside each other
         raise ValueError("its lists are nested too deeply") from None
 
 
@@ -101,14 +105,15 @@ def read_json(path):
     regular(path)
     try:
         return parsed(Path(path).read_text(encoding="utf-8"))
-    except ValueError as e:                     # not JSON, or not even text
+    except ValueError as e:  # not JSON, or not even text
         raise ValueError(f"{path} is not valid JSON ({e}): delete it and make it again") from None
 
 
 def has(entry, **types):
     """Is this content of a file a dict with entries of these types?"""
     return isinstance(entry, dict) and all(
-        isinstance(entry.get(name), kind) for name, kind in types.items())
+        isinstance(entry.get(name), kind) for name, kind in types.items()
+    )
 
 
 def sha256(path):
@@ -127,16 +132,19 @@ def optional(module):
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(f"this needs the package {package}, which is not installed: pip install "
-                         f"{package}") from None
+        raise ValueError(
+            f"this needs the package {package}, which is not installed: pip install {package}"
+        ) from None
 
 
 # torch's words if float32 cannot hold a number
 TOO_LARGE = "cannot be converted to type float without overflow"
 # torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into
 # any
-NO_MEMORY = ("out of memory|can't allocate memory|not enough memory|size calculation overflowed|"
-             "multiplication overflow")
+NO_MEMORY = (
+    "out of memory|can't allocate memory|not enough memory|size calculation overflowed|"
+    "multiplication overflow"
+)
 
 
 @contextlib.contextmanager
@@ -147,7 +155,7 @@ def one_line_errors():
     If one of them is closed (>&-), its text is lost, and the command continues."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:                      # so Python marks a closed one
+        if stream is None:  # so Python marks a closed one
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -179,6 +187,6 @@ def fail(command, message, code):
     """End a command with one line on stderr, which names the rank unless it is the first, and an
     exit code."""
     rank = f" (rank {os.environ['RANK']})" if os.environ.get("RANK", "0") != "0" else ""
-    if sys.stderr:                              # None if it is closed
+    if sys.stderr:  # None if it is closed
         print(f"{command}{rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.exit(code)

@@ -7,6 +7,7 @@ names the valid ones.
 Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which
 overrides the default.
 """
+
 import argparse
 import dataclasses
 import difflib
@@ -22,9 +23,16 @@ def knob(default, meaning, choices=None, least=None, below=None, positional=Fals
     """A dataclass field that is also a flag: its default, its help text, and its valid values:
     `choices` if they are few, or from `least` to `below`. A whole number is at least 0. positional:
     it is given without its name."""
-    return dataclasses.field(default=default, metadata={
-        "help": meaning, "choices": choices, "least": least, "below": below,
-        "positional": positional})
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": meaning,
+            "choices": choices,
+            "least": least,
+            "below": below,
+            "positional": positional,
+        },
+    )
 
 
 class Knobs:
@@ -37,20 +45,23 @@ class Knobs:
             name, value, kind = field.name, getattr(self, field.name), types[field.name]
             choices, least, below = (field.metadata[part] for part in ("choices", "least", "below"))
             if choices and value not in choices:
-                raise ValueError(f"--{name}={value} is not among "
-                                 f"{', '.join(choices)}{nearest(value, choices)}")
+                raise ValueError(
+                    f"--{name}={value} is not among {', '.join(choices)}{nearest(value, choices)}"
+                )
             if kind not in (int, float, int | None):
                 continue
             if isinstance(value, bool) or not isinstance(value, kind | int):
-                raise ValueError(f"--{name}={value!r} must be a "
-                                 f"{'whole ' * (kind is not float)}number")
+                raise ValueError(
+                    f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number"
+                )
             if kind is not float:
                 least, below = least or 0, below or 1 << 31
             if least is not None and not value >= least:
                 raise ValueError(f"--{name}={value} must be at least {least}")
             if below is not None and not value < below:
-                raise ValueError(f"--{name}={value} must be below "
-                                 f"{'2**31' if below == 1 << 31 else below}")
+                raise ValueError(
+                    f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}"
+                )
 
 
 def add_flags(parser, *groups, preset=None):
@@ -74,13 +85,14 @@ def add_flags(parser, *groups, preset=None):
             # for argparse
             choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")
             if choices and len(choices) <= 8:
-                metavar = None                  # argparse lists them
+                metavar = None  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
             default = (preset or {}).get(field.name, field.default)
             meaning += "" if default in (None, "") else f" ({shown(default)})"
             section.add_argument(
-                name, default=None, **reads, choices=choices, metavar=metavar, help=meaning)
+                name, default=None, **reads, choices=choices, metavar=metavar, help=meaning
+            )
 
 
 def shown(value):
@@ -110,7 +122,7 @@ class Help(argparse.Action):
 
 
 def nearest(word, names):
-    """", did you mean NAME?" if a name is similar to the word, else ""."""
+    """ ", did you mean NAME?" if a name is similar to the word, else ""."""
     near = difflib.get_close_matches(str(word), [str(name) for name in names], n=1)
     return f", did you mean {near[0]}?" if near else ""
 
@@ -121,18 +133,26 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, usual=(), **kwargs):
         wide = partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=150)
-        super().__init__(allow_abbrev=False, usage="%(prog)s [--flag=value ...]",
-                         formatter_class=wide, add_help=False, **kwargs)
+        super().__init__(
+            allow_abbrev=False,
+            usage="%(prog)s [--flag=value ...]",
+            formatter_class=wide,
+            add_help=False,
+            **kwargs,
+        )
         self.usual = usual
-        self.add_argument("-h", "--help", nargs="?", choices=("all",), action=Help,
-                          help=argparse.SUPPRESS)
+        self.add_argument(
+            "-h", "--help", nargs="?", choices=("all",), action=Help, help=argparse.SUPPRESS
+        )
 
     def parse_args(self, args=None, namespace=None):
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
             valid = [name for name in self._option_string_actions if name.startswith("--")]
-            self.error(f"unknown flag {unknown[0]}{nearest(unknown[0].split('=')[0], valid)}; "
-                       f"valid flags: {' '.join(valid)}")
+            self.error(
+                f"unknown flag {unknown[0]}{nearest(unknown[0].split('=')[0], valid)}; "
+                f"valid flags: {' '.join(valid)}"
+            )
         return namespace
 
     def _check_value(self, action, value):
@@ -160,8 +180,10 @@ def fields_of(group, values):
     for name, value in found.items():
         if not isinstance(value, types[name] | int if types[name] is float else types[name]):
             kind = getattr(types[name], "__name__", types[name])
-            raise ValueError(f"{name}={value!r} must be of type {kind}: restore the run's "
-                             "meta.json, or train it again")
+            raise ValueError(
+                f"{name}={value!r} must be of type {kind}: restore the run's "
+                "meta.json, or train it again"
+            )
     return found
 
 
@@ -175,8 +197,9 @@ def with_recipe(base, given, recipes, axes):
     if "attn" in given:
         before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
         of_recipe = {*axes, "layers"}
-        base = {n: value for n, value in base.items()
-                if n not in of_recipe or before.get(n) != value}
+        base = {
+            n: value for n, value in base.items() if n not in of_recipe or before.get(n) != value
+        }
         base |= {"attn_args": ""} | recipes[given["attn"]]
     knobs = base | given
     if knobs.get("layers"):

@@ -1,5 +1,6 @@
 """The machine: device, precision, ranks, clock and memory, all that differs between a laptop, one
 GPU and many."""
+
 import contextlib
 import ctypes
 import gc
@@ -21,8 +22,19 @@ from torch.utils._pytree import tree_leaves
 # dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name
 # contains
 PEAK_TFLOPS = {
-    "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362, "L40": 181,
-    "L4": 121, "A10G": 70, "4090": 165, "3090": 71, "V100": 125, "T4": 65,
+    "GH200": 989,
+    "H200": 989,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "A10G": 70,
+    "4090": 165,
+    "3090": 71,
+    "V100": 125,
+    "T4": 65,
 }
 
 
@@ -38,9 +50,11 @@ class Machine:
         alone = self.world > 1 and "RANK" not in os.environ
         if not 0 <= self.rank < self.world or self.local_rank < 0 or alone:
             words = " ".join(f"{name}={os.environ.get(name, 'not set')}" for name in usual)
-            raise ValueError(f"{words} name no rank: they must be whole numbers, and RANK in "
-                             "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them")
-        self.main = self.rank == 0              # the rank that prints and writes
+            raise ValueError(
+                f"{words} name no rank: they must be whole numbers, and RANK in "
+                "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them"
+            )
+        self.main = self.rank == 0  # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument
             end_with_parent()
         self.device = pick_device(device, self.local_rank)
@@ -129,7 +143,7 @@ class Machine:
             start.record()
             run()
             end.record()
-            torch.cuda.synchronize()            # an error in a kernel is raised here at the latest
+            torch.cuda.synchronize()  # an error in a kernel is raised here at the latest
             return start.elapsed_time(end) / 1000
         started = time.perf_counter()
         run()
@@ -141,7 +155,7 @@ class Machine:
         """Median seconds of each case {name: function}. Cases take turns, so noise affects all
         alike."""
         seconds = {name: [] for name in cases}
-        for _ in range(rounds + 2):             # the first two rounds warm up
+        for _ in range(rounds + 2):  # the first two rounds warm up
             for name, run in cases.items():
                 seconds[name].append(self.seconds(run))
         return {name: float(np.median(values[2:])) for name, values in seconds.items()}
@@ -163,7 +177,7 @@ def end_with_parent():
     """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would
     otherwise train on, and write into the folder in which the next call of its parent trains.
     Raises ValueError if the instrument that started this process has ended already."""
-    set_signal_of_parents_death = 1             # from prctl.h
+    set_signal_of_parents_death = 1  # from prctl.h
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
     if os.environ.get("STARTED_BY", str(os.getppid())) != str(os.getppid()):
@@ -180,15 +194,19 @@ def check_launcher():
     try:
         socket.create_connection(place, timeout=30).close()
     except OSError as e:
-        raise ValueError(f"torchrun, which started this rank, has ended ({e}): start it "
-                         "again") from None
+        raise ValueError(
+            f"torchrun, which started this rank, has ended ({e}): start it again"
+        ) from None
 
 
 def pick_device(name, local_rank):
     """cuda, then mps, then cpu; each rank gets a GPU of its own."""
     if name == "auto":
-        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-                     "cpu": True}
+        available = {
+            "cuda": torch.cuda.is_available(),
+            "mps": torch.backends.mps.is_available(),
+            "cpu": True,
+        }
         name = next(name for name in available if available[name])
     try:
         device = torch.device(name)
@@ -196,7 +214,7 @@ def pick_device(name, local_rank):
             raise RuntimeError("choose cuda, mps or cpu")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local_rank)
-        torch.empty(1, device=device)           # fails at once if the device cannot be used
+        torch.empty(1, device=device)  # fails at once if the device cannot be used
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"--device={name} cannot be used here: {str(e).splitlines()[0]}") from None
     return device
@@ -219,10 +237,10 @@ def pick_dtype(name, device_type):
 def keep_freed_memory():
     """Tell Linux's allocator to keep freed memory. Otherwise every large tensor of a CPU run costs
     a page fault per 4 KB, which took up to 40 % of attention's time."""
-    trim_threshold, mmap_threshold = -1, -3     # from malloc.h
+    trim_threshold, mmap_threshold = -1, -3  # from malloc.h
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(mmap_threshold, 1 << 25)   # the largest value allowed
+        libc.mallopt(mmap_threshold, 1 << 25)  # the largest value allowed
         libc.mallopt(trim_threshold, (1 << 31) - 1)
 
 
@@ -237,8 +255,10 @@ def check_memory(size, what, advice):
     """Raise ValueError if `size` bytes are more than this machine has. It must be called before
     they are needed, since Linux promises any memory and later kills a process that uses it."""
     if size > host_memory():
-        raise ValueError(f"{what} {size / 1e9:,.1f} GB of memory, and this machine has "
-                         f"{host_memory() / 1e9:,.1f} GB: {advice}")
+        raise ValueError(
+            f"{what} {size / 1e9:,.1f} GB of memory, and this machine has "
+            f"{host_memory() / 1e9:,.1f} GB: {advice}"
+        )
 
 
 class LiveMemory(TorchDispatchMode):
@@ -255,7 +275,7 @@ class LiveMemory(TorchDispatchMode):
             if not isinstance(tensor, torch.Tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.known:                        # views share a storage
+            if storage._cdata not in self.known:  # views share a storage
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)

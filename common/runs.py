@@ -15,6 +15,7 @@ three:
 Each is written under a temporary name and renamed when complete, so a run killed at any moment
 resumes from its last checkpoint. Only rank 0 writes.
 """
+
 import contextlib
 import csv
 import hashlib
@@ -41,6 +42,7 @@ ROOT = Path(__file__).parent.parent
 
 class Run:
     """The folder that a training run writes."""
+
     COLUMNS = ("step", "train_loss", "val_loss", "lr", "grad_norm", "ms", "tokens_per_s")
 
     def __init__(self, folder, machine):
@@ -50,7 +52,7 @@ class Run:
         self.lock = self.folder / "lock"
         self.process = f"process {os.getpid()} on {socket.gethostname()}"  # the content of its lock
         self.saved = None  # the step of the last checkpoint, None before the first
-        self.meta = {}                          # the content of meta.json
+        self.meta = {}  # the content of meta.json
         self.columns = self.COLUMNS + (("mfu",) if machine.peak_flops() else ())
 
     @contextlib.contextmanager
@@ -64,17 +66,19 @@ class Run:
             except ValueError as e:
                 error = str(e)
             except OSError as e:
-                error = (f"could not write to {self.folder} ({e}): name another folder with "
-                         "--out_dir, or free some space there")
-        if error := machine.share(error):       # the other ranks would wait for the main one
+                error = (
+                    f"could not write to {self.folder} ({e}): name another folder with "
+                    "--out_dir, or free some space there"
+                )
+        if error := machine.share(error):  # the other ranks would wait for the main one
             raise ValueError(error)
         try:
             yield
         finally:
-            with contextlib.suppress(OSError):                          # somebody has deleted it
+            with contextlib.suppress(OSError):  # somebody has deleted it
                 if self.main and self.lock.read_text() == self.process:
                     self.lock.unlink()
-                    if is_new:                  # only a folder without files can be removed so
+                    if is_new:  # only a folder without files can be removed so
                         self.folder.rmdir()
 
     def take_lock(self):
@@ -83,29 +87,36 @@ class Run:
         folder."""
         for path in (self.lock, self.folder / "old"):
             if path.is_symlink():
-                raise ValueError(f"{path} is a symbolic link, which no run follows: remove the "
-                                 "link, or name another folder with --out_dir")
+                raise ValueError(
+                    f"{path} is a symbolic link, which no run follows: remove the "
+                    "link, or name another folder with --out_dir"
+                )
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as alone:
             # where this fails, only taking over can race
             with contextlib.suppress(ImportError, OSError):
-                import fcntl                    # not on Windows
+                import fcntl  # not on Windows
+
                 folder = os.open(self.folder, os.O_RDONLY)
                 alone.callback(os.close, folder)
                 fcntl.flock(folder, fcntl.LOCK_EX)
             if self.lock.exists():
                 holder = self.lock.read_text(errors="replace") if self.lock.is_file() else "?"
                 found = re.fullmatch(r"process (\d+) on (.+)", holder)
-                if holder and not found:        # a full disk leaves an empty lock
-                    raise ValueError(f"{self.lock} is not a run's lock: remove it, or name another "
-                                     "folder with --out_dir")
+                if holder and not found:  # a full disk leaves an empty lock
+                    raise ValueError(
+                        f"{self.lock} is not a run's lock: remove it, or name another "
+                        "folder with --out_dir"
+                    )
                 here = found and found[2] == socket.gethostname()
                 process = int(found[1]) if here else None
                 ended = here and (process == os.getpid() or not files.is_running(process))
                 if holder and not ended:
-                    raise ValueError(f"{holder} trains in {self.folder}: name another folder with "
-                                     "--out_dir; if that process has ended, delete "
-                                     f"{self.lock}")
+                    raise ValueError(
+                        f"{holder} trains in {self.folder}: name another folder with "
+                        "--out_dir; if that process has ended, delete "
+                        f"{self.lock}"
+                    )
                 self.lock.unlink()
             with open(self.lock, "x") as f:
                 f.write(self.process)
@@ -144,9 +155,10 @@ class Run:
                 rows = csv.reader(line for line in f if line.endswith("\n"))
                 complete = [row for row in rows if len(row) == len(self.columns)]
                 return [row for row in complete if row[0].isdecimal() and int(row[0]) <= step]
-        except (ValueError, csv.Error) as e:    # not even text, or without commas
-            raise ValueError(f"{self.log_csv} is damaged ({e}): delete it, and a new one "
-                             "begins") from None
+        except (ValueError, csv.Error) as e:  # not even text, or without commas
+            raise ValueError(
+                f"{self.log_csv} is damaged ({e}): delete it, and a new one begins"
+            ) from None
 
     def log(self, **row):
         """Append a row. Columns that are not given stay empty."""
@@ -160,10 +172,11 @@ class Run:
     def save(self, model, optimizer, scaler, step):
         """Write a checkpoint, then meta.json. A kill between the two leaves an older meta.json,
         which does no harm. Every rank must call it: with --shard each holds a part of a tensor."""
+
         def whole(x):
             if not hasattr(x, "full_tensor"):
                 return x
-            x = x.full_tensor()                 # gathered from all ranks, one tensor at a time
+            x = x.full_tensor()  # gathered from all ranks, one tensor at a time
             return x.cpu() if self.main else None
 
         state = tree_map(whole, {"model": learned(model), "optimizer": optimizer.state_dict()})
@@ -184,12 +197,17 @@ class Run:
         and what to do."""
         try:
             yield
-        except (OSError, RuntimeError) as e:    # torch.save reports a full disk as either
-            then = ("continue with --init_from=resume" if self.saved else
-                    "start again, there or in another folder with --out_dir")
-            raise OSError(f"could not write to {self.folder} at step {step} "
-                          f"({str(e).splitlines()[0]}): {self.last_good()}. Free some space there, "
-                          f"then {then}") from None
+        except (OSError, RuntimeError) as e:  # torch.save reports a full disk as either
+            then = (
+                "continue with --init_from=resume"
+                if self.saved
+                else "start again, there or in another folder with --out_dir"
+            )
+            raise OSError(
+                f"could not write to {self.folder} at step {step} "
+                f"({str(e).splitlines()[0]}): {self.last_good()}. Free some space there, "
+                f"then {then}"
+            ) from None
 
     def last_good(self):
         if not self.saved:
@@ -199,8 +217,10 @@ class Run:
     def diverged(self, what):
         """The error of a run whose loss or gradient is not finite. what: the finding and its
         step."""
-        return ValueError(f"{what}; {self.last_good()}. Start again with a lower --learning_rate "
-                          "or more --warmup_iters")
+        return ValueError(
+            f"{what}; {self.last_good()}. Start again with a lower --learning_rate "
+            "or more --warmup_iters"
+        )
 
 
 def frozen(model):
@@ -218,17 +238,25 @@ def learned(model):
 
 def made_by():
     """The entries of meta.json about the code that wrote it."""
-    def git(*args):                             # None without a repository or without git
+
+    def git(*args):  # None without a repository or without git
         with contextlib.suppress(OSError):
-            found = subprocess.run(["git", "--no-optional-locks", "-C", str(ROOT), *args],
-                                   capture_output=True, text=True)
+            found = subprocess.run(
+                ["git", "--no-optional-locks", "-C", str(ROOT), *args],
+                capture_output=True,
+                text=True,
+            )
             return found.stdout.strip() if found.returncode == 0 else None
 
     return {
         "git_commit": git("rev-parse", "HEAD"),
         "git_dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "numpy": np.__version__}}
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
 
 
 def process_of(script, *flags, env=None, **how):
@@ -244,8 +272,9 @@ def output_of(script, *flags, **variables):
     its last line if it fails."""
     done = process_of(script, *flags, env=variables, capture_output=True, text=True)
     if done.returncode:
-        raise ValueError(f"{script} {' '.join(flags)} failed: "
-                         f"{(done.stderr.strip() or '?').splitlines()[-1]}")
+        raise ValueError(
+            f"{script} {' '.join(flags)} failed: {(done.stderr.strip() or '?').splitlines()[-1]}"
+        )
     return done.stdout
 
 
@@ -260,9 +289,11 @@ def write_converted(folder, meta, weights, tokenizer):
     try:
         with files.replacing(folder / "ckpt.pt") as f:
             torch.save({"model": weights, "optimizer": {}, "scaler": {}, "step": 0}, f)
-    except RuntimeError as e:                   # torch.save reports a full disk as this
-        raise OSError(f"could not write to {folder} ({str(e).splitlines()[0]}): free some space "
-                      "there, or name another folder with --out") from None
+    except RuntimeError as e:  # torch.save reports a full disk as this
+        raise OSError(
+            f"could not write to {folder} ({str(e).splitlines()[0]}): free some space "
+            "there, or name another folder with --out"
+        ) from None
     if tokenizer:
         with files.replacing(folder / "tokenizer.json") as f:
             f.write(tokenizer)
@@ -274,9 +305,16 @@ def write_converted(folder, meta, weights, tokenizer):
 
 # {knob: a pattern of its values that only earlier versions know}
 GONE = {
-    "attn": "fox", "layers": r".*(\bfox\b|forget=sigmoid).*", "forget": "sigmoid",
-    "mlp": "moe", "norm_place": "parallel", "rope_share": r"(?!1(\.0)?$).*",
-    "rope_scaling": "yarn:.*", "optimizer": "muon", "sharded_ckpt": "True"}
+    "attn": "fox",
+    "layers": r".*(\bfox\b|forget=sigmoid).*",
+    "forget": "sigmoid",
+    "mlp": "moe",
+    "norm_place": "parallel",
+    "rope_share": r"(?!1(\.0)?$).*",
+    "rope_scaling": "yarn:.*",
+    "optimizer": "muon",
+    "sharded_ckpt": "True",
+}
 
 
 def read_run(out_dir):
@@ -285,25 +323,35 @@ def read_run(out_dir):
     if out_dir.name == "ckpt.pt":
         out_dir = out_dir.parent
     if not (out_dir / "meta.json").exists():
-        raise ValueError(f"no run in {out_dir} (no meta.json there): "
-                         f"train one with python train.py --out_dir={out_dir}")
+        raise ValueError(
+            f"no run in {out_dir} (no meta.json there): "
+            f"train one with python train.py --out_dir={out_dir}"
+        )
     meta = files.read_json(out_dir / "meta.json")
     # the entries that any command needs. Only an adapter has a base; `ends` and `separator` are ids
     # of tokens
     usual = {"losses": {}, "base": {"path": "", "weights": ""}, "ends": [], "separator": 0}
     full = usual | meta if isinstance(meta, dict) else {}
-    if not (files.has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
-            and files.has(full["knobs"], dataset=str)
-            and files.has(full["base"], path=str, weights=str)
-            and all(type(token) is int and 0 <= token < 1 << 32
-                    for token in [*full["ends"], full["separator"]])):
-        raise ValueError(f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, "
-                         "or others): restore it, or train the run again")
-    for name, values in GONE.items():           # a run of this version lacks some of these knobs
+    if not (
+        files.has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
+        and files.has(full["knobs"], dataset=str)
+        and files.has(full["base"], path=str, weights=str)
+        and all(
+            type(token) is int and 0 <= token < 1 << 32
+            for token in [*full["ends"], full["separator"]]
+        )
+    ):
+        raise ValueError(
+            f"{out_dir / 'meta.json'} was not written by train.py (it has no knobs, "
+            "or others): restore it, or train the run again"
+        )
+    for name, values in GONE.items():  # a run of this version lacks some of these knobs
         value = meta["knobs"].get(name)
         if value is not None and re.fullmatch(values, str(value)):
-            raise ValueError(f"{out_dir} was trained with {name}={value}, which this version does "
-                             "not have: git checkout 55b941e, the last commit that reads this run")
+            raise ValueError(
+                f"{out_dir} was trained with {name}={value}, which this version does "
+                "not have: git checkout 55b941e, the last commit that reads this run"
+            )
     return meta, out_dir / "ckpt.pt"
 
 
@@ -335,23 +383,34 @@ def read_checkpoint(path):
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # RuntimeError, UnpicklingError, EOFError, KeyError: it depends
-        raise ValueError(f"{path} is not a readable checkpoint ({type(e).__name__}): it is "
-                         "damaged, or train.py did not write it") from None
+        raise ValueError(
+            f"{path} is not a readable checkpoint ({type(e).__name__}): it is "
+            "damaged, or train.py did not write it"
+        ) from None
     # older runs have no scaler
     full = {"scaler": {}} | checkpoint if isinstance(checkpoint, dict) else {}
-    if not (files.has(full, model=dict, optimizer=dict, scaler=dict, step=int) and full["step"] >= 0
-            and all(isinstance(number, int | float) for number in full["scaler"].values())
-            and all(isinstance(name, str) and is_plain(value)
-                    for name, value in full["model"].items())):
-        raise ValueError(f"{path} was not written by train.py: it lacks model, optimizer or step, "
-                         "or its model holds something other than dense tensors of real numbers")
+    if not (
+        files.has(full, model=dict, optimizer=dict, scaler=dict, step=int)
+        and full["step"] >= 0
+        and all(isinstance(number, int | float) for number in full["scaler"].values())
+        and all(isinstance(name, str) and is_plain(value) for name, value in full["model"].items())
+    ):
+        raise ValueError(
+            f"{path} was not written by train.py: it lacks model, optimizer or step, "
+            "or its model holds something other than dense tensors of real numbers"
+        )
     return full
 
 
 def is_plain(x):
     """Is this a dense tensor of real numbers? Files can also hold sparse and nested ones."""
-    return (isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested
-            and x.device.type == "cpu" and x.is_floating_point())
+    return (
+        isinstance(x, torch.Tensor)
+        and x.layout == torch.strided
+        and not x.is_nested
+        and x.device.type == "cpu"
+        and x.is_floating_point()
+    )
 
 
 def read_weights(out_dir):
@@ -373,10 +432,15 @@ def merged(state, path):
     for name in [name for name in state if name.endswith(".lora_a")]:
         module = name.removesuffix(".lora_a")
         a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
-        if b is None or weight is None or not a.dim() == b.dim() == weight.dim() == 2 or (
-                (*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1])):
-            raise ValueError(f"{path} does not fit its base: {module} has another shape there, or "
-                             "lacks a matrix")
+        if (
+            b is None
+            or weight is None
+            or not a.dim() == b.dim() == weight.dim() == 2
+            or ((*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]))
+        ):
+            raise ValueError(
+                f"{path} does not fit its base: {module} has another shape there, or lacks a matrix"
+            )
         state = state | {f"{module}.weight": weight.float() + b.float() @ a.float()}
     return {name: value for name, value in state.items() if ".lora_" not in name}
 
@@ -391,7 +455,7 @@ def fingerprint(out_dir):
     digest = hashlib.sha256()
     for name, value in sorted(read_checkpoint(read_run(out_dir)[1])["model"].items()):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype} ".encode())
-        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())        # its bytes
+        digest.update(value.contiguous().view(-1).view(torch.uint8).numpy())  # its bytes
     return digest.hexdigest()[:16]
 
 
@@ -402,13 +466,17 @@ def find_base(meta, folder):
     places = [recorded, folder.resolve().parent / recorded.name]
     base = next((place for place in places if (place / "meta.json").exists()), None)
     if base is None:
-        raise ValueError(f"{folder} is an adapter, trained on top of the run {recorded}, which is "
-                         f"neither there nor in {places[1]}: restore that run, or call this from "
-                         "the folder where that path begins")
+        raise ValueError(
+            f"{folder} is an adapter, trained on top of the run {recorded}, which is "
+            f"neither there nor in {places[1]}: restore that run, or call this from "
+            "the folder where that path begins"
+        )
     if fingerprint(base) != meta["base"]["weights"]:
-        raise ValueError(f"{folder} is an adapter for other weights than those in {base}, which "
-                         "have changed or are another run's: restore the run that it was trained "
-                         "on, or train the adapter again")
+        raise ValueError(
+            f"{folder} is an adapter for other weights than those in {base}, which "
+            "have changed or are another run's: restore the run that it was trained "
+            "on, or train the adapter again"
+        )
     return base
 
 
@@ -423,12 +491,15 @@ def load_weights(model, state, path, new=(), copy=True):
     state = {name: expected[name] for name in new if name not in loaded} | loaded
     for name in [*expected, *state]:
         if name not in expected or name not in state or expected[name].shape != state[name].shape:
-            theirs, ours = (tuple(part[name].shape) if name in part else "nothing"
-                            for part in (state, expected))
-            raise ValueError(f"{path} does not fit --attn={model.config.attn}: {name} is {theirs} "
-                             f"in the checkpoint and {ours} in the model; use the run's own --attn "
-                             "and axes, or ones with the same parameters, as elastic and softmax "
-                             "have, and diff and softmax do not")
+            theirs, ours = (
+                tuple(part[name].shape) if name in part else "nothing" for part in (state, expected)
+            )
+            raise ValueError(
+                f"{path} does not fit --attn={model.config.attn}: {name} is {theirs} "
+                f"in the checkpoint and {ours} in the model; use the run's own --attn "
+                "and axes, or ones with the same parameters, as elastic and softmax "
+                "have, and diff and softmax do not"
+            )
     model.load_state_dict(state, assign=not copy)
     model.tie()
 

@@ -10,18 +10,19 @@ find a way to do nothing.
 
 After BOS, and where the symbol before a trigger is BOS or the fixed token, the bigram row decides.
 """
+
 import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))      # as a script it would see only this folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script it would see only this folder
 from common import files
 from common.flags import Parser
 from data import tokens
 
 SYMBOLS, TRIGGERS, CONCENTRATION = 64, 5, 0.1
-BOS, FIXED = 64, 65                             # two more ids, each with its own bigram row
+BOS, FIXED = 64, 65  # two more ids, each with its own bigram row
 
 
 def draw_sequences(table, triggers, count, args, rng):
@@ -31,8 +32,8 @@ def draw_sequences(table, triggers, count, args, rng):
     x[:, 0] = BOS if args.bos else rng.integers(0, SYMBOLS, count)
     for i in range(args.length + 1):
         if i > 0:
-            row = cumulative[x[:, i - 1]]       # (count, 64): of the previous symbol
-            u = rng.random((count, 1)) * row[:, -1:]        # rounding may make the sum less than 1
+            row = cumulative[x[:, i - 1]]  # (count, 64): of the previous symbol
+            u = rng.random((count, 1)) * row[:, -1:]  # rounding may make the sum less than 1
             x[:, i] = (row <= u).sum(1)
         if i > 1:
             copies = np.isin(x[:, i - 1], triggers) & (x[:, i - 2] < SYMBOLS)
@@ -44,35 +45,58 @@ def draw_sequences(table, triggers, count, args, rng):
 
 def prepare(args):
     if not 0 <= args.fixed_at <= args.length and args.fixed_at != -1:
-        raise ValueError(f"--fixed_at={args.fixed_at} must be a position in 0..{args.length}, or -1 "
-                         "for none")
+        raise ValueError(
+            f"--fixed_at={args.fixed_at} must be a position in 0..{args.length}, or -1 for none"
+        )
     if min(args.length, args.sequences, args.val_sequences) < 1:
         raise ValueError("--length, --sequences and --val_sequences must be at least 1")
     rng = np.random.default_rng([args.seed, 0])
-    table = rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2)       # (66, 64): bigrams of each id
+    table = rng.dirichlet([CONCENTRATION] * SYMBOLS, SYMBOLS + 2)  # (66, 64): bigrams of each id
     triggers = np.sort(rng.choice(SYMBOLS, TRIGGERS, replace=False))
     splits = {}
     for split, part, count in ("train", 1, args.sequences), ("val", 2, args.val_sequences):
         rng = np.random.default_rng([args.seed, part])
         splits[split] = [draw_sequences(table, triggers, count, args, rng).reshape(-1)]
     tokens.write_data_set(
-        args.out_dir, None, splits, dataset="backcopy", tokenizer="numbers", vocab_size=SYMBOLS + 2,
-        stride=args.length + 1, seed=args.seed, bos=args.bos, fixed_at=args.fixed_at,
-        symbols=SYMBOLS, triggers=triggers.tolist(), bigrams=table.tolist())
+        args.out_dir,
+        None,
+        splits,
+        dataset="backcopy",
+        tokenizer="numbers",
+        vocab_size=SYMBOLS + 2,
+        stride=args.length + 1,
+        seed=args.seed,
+        bos=args.bos,
+        fixed_at=args.fixed_at,
+        symbols=SYMBOLS,
+        triggers=triggers.tolist(),
+        bigrams=table.tolist(),
+    )
 
 
 if __name__ == "__main__":
     parser = Parser(description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
-    parser.add_argument("--seed", type=int, default=0,
-                        help="seed of the table, the triggers and the sequences")
-    parser.add_argument("--length", type=int, default=64,
-                        help="symbols in a sequence: at least --block_size")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the table, the triggers and the sequences"
+    )
+    parser.add_argument(
+        "--length", type=int, default=64, help="symbols in a sequence: at least --block_size"
+    )
     parser.add_argument("--sequences", type=int, default=40_000)
     parser.add_argument("--val_sequences", type=int, default=2_000)
-    parser.add_argument("--no_bos", dest="bos", action="store_false",
-                        help="begin with a random symbol instead of BOS")
-    parser.add_argument("--fixed_at", type=int, default=-1, metavar="POSITION",
-                        help="put one fixed token at this position of every sequence")
+    parser.add_argument(
+        "--no_bos",
+        dest="bos",
+        action="store_false",
+        help="begin with a random symbol instead of BOS",
+    )
+    parser.add_argument(
+        "--fixed_at",
+        type=int,
+        default=-1,
+        metavar="POSITION",
+        help="put one fixed token at this position of every sequence",
+    )
     with files.one_line_errors():
         prepare(parser.parse_args())

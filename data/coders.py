@@ -12,6 +12,7 @@ tokenizer.json: it belongs to a public model, and to the runs and data sets made
 meta.json of a run or a data set names the tokenizer of its ids. For a public model's tokenizer, the
 folder also holds its tokenizer.json, and meta.json names the id between two texts ("separator").
 """
+
 import functools
 import itertools
 import json
@@ -26,21 +27,27 @@ from common import files
 
 # -------------------------------------------------------------------- the format tokenizer.json
 
-END = "<|endoftext|>"                           # the separator of most tokenizers
-PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]   # bytes spelled as themselves
+END = "<|endoftext|>"  # the separator of most tokenizers
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes spelled as themselves
 # {character: byte} of byte-level tokenizers; other bytes are spelled by the characters from 256 on
-BYTE_SPELLING = {chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b
-                 for b in range(256)}
+BYTE_SPELLING = {
+    chr(b if b in PRINTABLE else 256 + b - sum(p < b for p in PRINTABLE)): b for b in range(256)
+}
 
 
 def byte_pairs(vocab, merges, separator):
     """A tokenizer.json of byte pairs. vocab: {spelling: id}; merges: pairs "a b" in their order."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return json.dumps({
-        "added_tokens": [plain | {"id": separator, "content": END, "special": True}],
-        "pre_tokenizer": level, "decoder": level,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges}}, ensure_ascii=False).encode()
+    return json.dumps(
+        {
+            "added_tokens": [plain | {"id": separator, "content": END, "special": True}],
+            "pre_tokenizer": level,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        },
+        ensure_ascii=False,
+    ).encode()
 
 
 # ------------------------------------------------------------------------------------ tokenizers
@@ -48,8 +55,9 @@ def byte_pairs(vocab, merges, separator):
 
 class Bytes:
     """One token per byte of UTF-8; id 256 separates documents."""
+
     name, vocab_size, separator, prefix = "bytes", 257, 256, 0
-    content, exported = None, byte_pairs(BYTE_SPELLING, [], 256)        # without any merges
+    content, exported = None, byte_pairs(BYTE_SPELLING, [], 256)  # without any merges
     lengths = np.array([1] * 256 + [0])
 
     def encode(self, text):
@@ -61,13 +69,15 @@ class Bytes:
 
 class Numbers:
     """Symbols of a synthetic task, which print as numbers."""
+
     name, separator, content, exported = "numbers", None, None, None
 
     def encode(self, text):
         words = text.split()
         if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
-            raise ValueError("the tokens are symbols here: write a prompt as numbers and spaces, "
-                             f"not {text!r}")
+            raise ValueError(
+                f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}"
+            )
         return np.array([int(word) for word in words], dtype=np.uint16)
 
     def decode(self, ids):
@@ -79,6 +89,7 @@ class GPT2:
 
     ids: their number. Fewer than SIZE are the bytes, the first pairs and the separator. Raises
     ValueError if tiktoken is not installed or cannot fetch its files."""
+
     SIZE, content, prefix = 50257, None, 0
     MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 
@@ -88,30 +99,34 @@ class GPT2:
         tiktoken = files.optional("tiktoken")
         try:
             whole = tiktoken.get_encoding("gpt2")
-        except OSError as e:                    # such as the errors of its package requests
+        except OSError as e:  # such as the errors of its package requests
             cache = os.environ.get("TIKTOKEN_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
             raise ValueError(
                 f"{cache} does not hold GPT-2's tokenizer, and tiktoken could not fetch it "
                 f"({type(e).__name__}): run this again with a network, or name a folder in which "
-                "tiktoken has stored it with TIKTOKEN_CACHE_DIR=FOLDER") from None
+                "tiktoken has stored it with TIKTOKEN_CACHE_DIR=FOLDER"
+            ) from None
         self.name = "gpt2" if ids == self.SIZE else f"gpt2-{ids}"
         self.vocab_size, self.separator = ids, ids - 1
         # ids are the bytes, then the pairs in the order of merging
         ranks = whole._mergeable_ranks
         self.pieces = {piece: i for piece, i in ranks.items() if i < self.separator}
         self.coder = tiktoken.Encoding(
-            self.name, pat_str=whole._pat_str, mergeable_ranks=self.pieces,
-            special_tokens={END: self.separator})
+            self.name,
+            pat_str=whole._pat_str,
+            mergeable_ranks=self.pieces,
+            special_tokens={END: self.separator},
+        )
         in_order = sorted(self.pieces, key=self.pieces.get)
         self.lengths = np.array([*map(len, in_order), 0])
 
     @property
     def exported(self):
         content = files.optional("tiktoken.load").read_file_cached(self.MERGES).decode()
-        merges = content.split("\n")[1:-1]      # the first line is a version
+        merges = content.split("\n")[1:-1]  # the first line is a version
         spelling = {byte: character for character, byte in BYTE_SPELLING.items()}
         vocab = {"".join(spelling[byte] for byte in piece): i for piece, i in self.pieces.items()}
-        return byte_pairs(vocab, merges[:self.separator - 256], self.separator)
+        return byte_pairs(vocab, merges[: self.separator - 256], self.separator)
 
     def encode(self, text):
         return self.coder.encode_to_numpy(text, disallowed_special=())  # special tokens are text
@@ -120,15 +135,17 @@ class GPT2:
         return self.coder.decode([int(i) for i in ids if i < self.separator])
 
 
-TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}         # those with a name
+TOKENIZERS = {"bytes": Bytes, "gpt2": GPT2, "numbers": Numbers}  # those with a name
 
 
 class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
-    content: of that file; path: its place, for error messages. id_hints: the model's other JSON files
+    content: of that file; path: its place, for error messages. id_hints: the model's other JSON
+    files
     that may name the ids that begin and end a text (config.json, ...), as dicts. separator: the id
-    between two texts. None: the first that exists of <|endoftext|>, the token that the tokenizer puts
+    between two texts. None: the first that exists of <|endoftext|>, the token that the tokenizer
+    puts
     before a text, and those that begin or end a text according to id_hints."""
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
@@ -139,24 +156,30 @@ class Tokenizer:
             self.coder = library.Tokenizer.from_buffer(content)
             before_a_text = self.coder.encode("").ids[:1]
             decoder = json.loads(content).get("decoder")
-        except Exception as e:                  # the package raises this very class
-            raise ValueError(f"{path} is not a tokenizer.json that the package tokenizers can use "
-                             f"({e}): fetch it again, or name another tokenizer") from None
-        self.byte_level = "ByteLevel" in json.dumps(decoder)            # otherwise as SentencePiece
-        self.coder.encode_special_tokens = True                         # spelled in a text, they are text
-        self.coder.no_truncation()              # some files ask for truncation or padding
+        except Exception as e:  # the package raises this very class
+            raise ValueError(
+                f"{path} is not a tokenizer.json that the package tokenizers can use "
+                f"({e}): fetch it again, or name another tokenizer"
+            ) from None
+        self.byte_level = "ByteLevel" in json.dumps(decoder)  # otherwise as SentencePiece
+        self.coder.encode_special_tokens = True  # spelled in a text, they are text
+        self.coder.no_truncation()  # some files ask for truncation or padding
         self.coder.no_padding()
         self.vocab_size = max(self.coder.get_vocab().values(), default=0) + 1
         if separator is None:
             first = [{"bos_token": END}, {"bos_token_id": before_a_text}]
             found = self.special_ids([*first, *id_hints], "bos") + self.special_ids(id_hints, "eos")
             if not found:
-                raise ValueError(f"{path} does not name the token between two texts: write "
-                                 f'{{"eos_token": "..."}} into a tokenizer_config.json beside it')
+                raise ValueError(
+                    f"{path} does not name the token between two texts: write "
+                    f'{{"eos_token": "..."}} into a tokenizer_config.json beside it'
+                )
             separator = found[0]
         if not (isinstance(separator, int) and 0 <= separator < self.vocab_size):
-            raise ValueError(f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: "
-                             'name the right one as "separator" in the meta.json beside it')
+            raise ValueError(
+                f"{path}: the separator {separator!r} is not an id below {self.vocab_size}: "
+                'name the right one as "separator" in the meta.json beside it'
+            )
         self.separator = separator
 
     def special_ids(self, id_hints, role):
@@ -176,13 +199,13 @@ class Tokenizer:
         """Bytes of text of each id, (vocab_size,): 0 for special tokens."""
         lengths = np.zeros(self.vocab_size, np.int64)
         for spelling, i in self.coder.get_vocab().items():
-            if self.byte_level:                 # one printable character for each byte
+            if self.byte_level:  # one printable character for each byte
                 lengths[i] = len(spelling)
-            elif re.fullmatch("<0x[0-9A-F]{2}>", spelling):             # a byte by its number
+            elif re.fullmatch("<0x[0-9A-F]{2}>", spelling):  # a byte by its number
                 lengths[i] = 1
             else:
                 lengths[i] = len(spelling.replace("\u2581", " ").encode())  # U+2581 means a space
-        for i, token in self.coder.get_added_tokens_decoder().items():      # spelled literally
+        for i, token in self.coder.get_added_tokens_decoder().items():  # spelled literally
             lengths[i] = 0 if token.special else len(token.content.encode())
         lengths[self.separator] = 0
         return lengths
@@ -194,17 +217,17 @@ class Tokenizer:
         return max(0, int(self.lengths[self.encode("a")].sum()) - 1)
 
     def encode(self, text):
-        found = []                              # SentencePiece's words may contain spaces: not cut
+        found = []  # SentencePiece's words may contain spaces: not cut
         for part in cut(text) if self.byte_level else [text]:
-            encoded, = self.coder.encode_batch_fast([part], add_special_tokens=False)
+            (encoded,) = self.coder.encode_batch_fast([part], add_special_tokens=False)
             found.append(np.array(encoded.ids, np.uint32))
         return np.concatenate(found)
 
-    def decode(self, ids):                      # special tokens are left out
+    def decode(self, ids):  # special tokens are left out
         return self.coder.decode([int(i) for i in ids if i != self.separator])
 
 
-WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")    # one space between two letters
+WORD_END = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")  # one space between two letters
 
 
 def cut(text):
@@ -233,11 +256,13 @@ def tokenizer(name):
             separator = meta_of(folder).get("separator")
             hints = id_hints_in(folder) if separator is None else ()
             return Tokenizer(content, known_as, folder / "tokenizer.json", hints, separator)
-        if coder := with_name(tokenizer_name(folder)):                  # of a run or a data set
+        if coder := with_name(tokenizer_name(folder)):  # of a run or a data set
             return coder
-    raise ValueError(f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run "
-                     "below out/ (python data/weights.py smollm2 makes one), or the path of a folder "
-                     "with a tokenizer.json")
+    raise ValueError(
+        f"unknown tokenizer {name!r}: choose from {', '.join(TOKENIZERS)}, or name a run "
+        "below out/ (python data/weights.py smollm2 makes one), or the path of a folder "
+        "with a tokenizer.json"
+    )
 
 
 def with_name(name):
@@ -267,7 +292,8 @@ def meta_of(folder):
 
 
 def id_hints_in(folder):
-    """The JSON files in a model's folder that may name the ids that begin or end a text, as dicts."""
+    """The JSON files in a model's folder that may name the ids that begin or end a text, as
+    dicts."""
     names = ("config.json", "generation_config.json", "tokenizer_config.json")
     paths = (Path(folder, name) for name in names)
     found = [files.read_json(path) for path in paths if path.exists()]
@@ -284,9 +310,10 @@ def tokenizer_name(folder):
 
 
 def content_of(folder):
-    """The content of the tokenizer.json of a run, a data set, or a public model; None: it has none."""
+    """The content of the tokenizer.json of a run, a data set, or a public model; None: it has
+    none."""
     path, meta = Path(folder, "tokenizer.json"), meta_of(folder)
-    if "tokenizer" in meta and "separator" not in meta:                 # the file is a leftover
+    if "tokenizer" in meta and "separator" not in meta:  # the file is a leftover
         return None
     return files.regular(path).read_bytes() if path.exists() else None
 

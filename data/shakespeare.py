@@ -9,11 +9,12 @@ The first 90 % of the characters are the training split, the rest is held out. E
 by itself, without separators, as in nanoGPT. The file is fetched once into the data set's folder;
 --source names a local copy (also .gz).
 """
+
 import hashlib
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))      # as a script it would see only this folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script it would see only this folder
 from common import files
 from data import tokens
 from data.downloads import download
@@ -29,8 +30,10 @@ def prepare(args):
         download(URL, source, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")
     text = tokens.read_text(source)
     if hashlib.sha256(text.encode()).hexdigest() != SHA256:
-        raise ValueError(f"{source} is not Tiny Shakespeare (sha256 differs): name the public file "
-                         f"({URL}) with --source, or use python data/text.py for a text of your own")
+        raise ValueError(
+            f"{source} is not Tiny Shakespeare (sha256 differs): name the public file "
+            f"({URL}) with --source, or use python data/text.py for a text of your own"
+        )
     end = int(len(text) * 0.9)
     ids = {"train": [coder.encode(text[:end])], "val": [coder.encode(text[end:])]}
     tokens.write_data_set(args.out_dir, coder, ids, dataset="shakespeare", source=URL)

@@ -3,7 +3,7 @@
     python data/text.py --source notes.txt
     python data/text.py --source books/ --val moby-dick --tokenizer gpt2 --name books
     python train.py --dataset=books
-    python data/text.py --source books/ --name books --tokenizer smollm2    goes to data/books-smollm2
+    python data/text.py --source books/ --name books --tokenizer smollm2  goes to data/books-smollm2
     python train.py --dataset=books --init_from=out/smollm2                 finds it there
 
 A .jsonl (or .parquet) holds a document in the "text" field of each row; any other file is one
@@ -12,13 +12,16 @@ Each document begins with a separator.
 
 With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and the target of the
 last one. The separator replaces the token at place 16 of each. Does a token that is always at the
-same place become the sink? (Lazy Attention, section 3.1 and figure 2a. Train with --block_size up to
+same place become the sink? (Lazy Attention, section 3.1 and figure 2a. Train with --block_size up
+to
 that length, then measure with eval.py probe.)
 
 --val names the files to hold out for validation. Without it, whole documents are held out, up to
---val_share of the bytes, in a random but fixed order. If there is only one document, its end is held
+--val_share of the bytes, in a random but fixed order. If there is only one document, its end is
+held
 out.
 """
+
 import contextlib
 import itertools
 import sys
@@ -26,17 +29,19 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))      # as a script it would see only this folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # as a script it would see only this folder
 from common import files
 from data import tokens
 
 
 def held_out(sizes, args):
-    """Which documents are held out: an array of bool, in the order of the files. sizes: {file: sizes
+    """Which documents are held out: an array of bool, in the order of the files. sizes: {file:
+    sizes
     in bytes of its documents}.
 
     With --val: all documents of the files that it names, with or without folder and ending.
-    Otherwise: documents in a fixed random order as long as they fit into --val_share, or the shortest
+    Otherwise: documents in a fixed random order as long as they fit into --val_share, or the
+    shortest
     one if the first does not fit."""
     lengths = np.concatenate(list(sizes.values()))
     if not args.val:
@@ -46,16 +51,19 @@ def held_out(sizes, args):
         if not mask.any():
             mask[lengths.argmin()] = True
         return mask
-    forms = [{path.name, path.name.split(".")[0], str(path.relative_to(args.source)), str(path)}
-             for path in sizes]
+    forms = [
+        {path.name, path.name.split(".")[0], str(path.relative_to(args.source)), str(path)}
+        for path in sizes
+    ]
     for name in args.val:
         if not any(name in form for form in forms):
             known = ", ".join(sorted(path.name for path in sizes)[:20])
             raise ValueError(f"--val {name}: no such file in {args.source}, choose from {known}")
     named = [bool(form & set(args.val)) for form in forms]
     if all(named):
-        raise ValueError("--val holds out everything, so nothing is left to train on: name fewer "
-                         "files")
+        raise ValueError(
+            "--val holds out everything, so nothing is left to train on: name fewer files"
+        )
     return np.repeat(named, [len(of_file) for of_file in sizes.values()])
 
 
@@ -69,18 +77,19 @@ def fixed(args, separator, pieces):
     """The ids of all texts in sequences of args.length + 1, with the separator at position
     args.fixed_at of each. An incomplete last sequence is dropped."""
     ids, width = np.concatenate(list(pieces)), args.length + 1
-    sequences = ids[:len(ids) // width * width].reshape(-1, width)
+    sequences = ids[: len(ids) // width * width].reshape(-1, width)
     sequences[:, args.fixed_at] = separator
     yield sequences.reshape(-1)
 
 
 def prepare(args):
     if not -1 <= args.fixed_at < args.length:
-        raise ValueError(f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, below "
-                         "--length")
+        raise ValueError(
+            f"--fixed_at={args.fixed_at} must be a place in 0..{args.length - 1}, below --length"
+        )
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
-    files.check_name(args.name, "--name")       # --out_dir takes any folder
+    files.check_name(args.name, "--name")  # --out_dir takes any folder
     if not args.out_dir and args.name in {*tokens.DATA_SETS} - {"text"}:
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder, source = tokens.settle(args, args.name), args.source
@@ -90,40 +99,55 @@ def prepare(args):
             if found := [len(text.encode()) for text in tokens.documents(path)]:
                 sizes[path] = np.array(found)
     if not sizes:
-        raise ValueError(f"--source={source} holds no text: name files in UTF-8, or .jsonl or "
-                         '.parquet with a "text"')
+        raise ValueError(
+            f"--source={source} holds no text: name files in UTF-8, or .jsonl or "
+            '.parquet with a "text"'
+        )
     count = sum(map(len, sizes.values()))
     if count == 1 and not args.val:
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
-            raise ValueError(f"--source={source} has {len(text)} characters, too few to hold out "
-                             f"{args.val_share}")
+            raise ValueError(
+                f"--source={source} has {len(text)} characters, too few to hold out "
+                f"{args.val_share}"
+            )
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         mask = held_out(sizes, args)
         splits = {"train": texts_of(sizes, mask, False), "val": texts_of(sizes, mask, True)}
-    print(f"source: {count} documents in {len(sizes)} files of {source}; "
-          f"{len(paths) - len(sizes)} files without text skipped")
+    print(
+        f"source: {count} documents in {len(sizes)} files of {source}; "
+        f"{len(paths) - len(sizes)} files without text skipped"
+    )
     ids, entries = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}
-    if args.fixed_at >= 0:                      # windows begin where sequences begin
+    if args.fixed_at >= 0:  # windows begin where sequences begin
         ids = {split: fixed(args, coder.separator, pieces) for split, pieces in ids.items()}
         entries = {"stride": args.length + 1, "fixed_at": args.fixed_at}
     tokens.write_data_set(
-        args.out_dir, coder, ids, dataset=args.name, source=str(source), **entries)
+        args.out_dir, coder, ids, dataset=args.name, source=str(source), **entries
+    )
 
 
 if __name__ == "__main__":
     parser = tokens.flags(__doc__, "text", "gpt2")
-    parser.add_argument("--name", default="text",
-                        help="name of the data set and its folder (default: %(default)s)")
+    parser.add_argument(
+        "--name", default="text", help="name of the data set and its folder (default: %(default)s)"
+    )
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
-    parser.add_argument("--val_share", type=float, default=0.1,
-                        help="share to hold out (default: %(default)s)")
-    parser.add_argument("--fixed_at", type=int, default=-1, metavar="PLACE",
-                        help="put the separator at this place, counted from 0, of every sequence")
-    parser.add_argument("--length", type=int, default=256,
-                        help="tokens of such a sequence (default: %(default)s)")
+    parser.add_argument(
+        "--val_share", type=float, default=0.1, help="share to hold out (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--fixed_at",
+        type=int,
+        default=-1,
+        metavar="PLACE",
+        help="put the separator at this place, counted from 0, of every sequence",
+    )
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of such a sequence (default: %(default)s)"
+    )
     args = parser.parse_args()
     if not args.source:
         parser.error("which text? give --source FILE or FOLDER")

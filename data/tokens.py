@@ -6,7 +6,7 @@ windows from it. A data set is a folder data/<name>/:
 
     train.bin, val.bin                      one shard a split, or
     train_000000.bin, train_000001.bin ...  several, read one after another as if they were one
-    meta.json                               vocab_size, tokenizer; each shard's tokens, bytes, sha256
+    meta.json                              vocab_size, tokenizer; each shard's tokens, bytes, sha256
     tokenizer.json                          the tokenizer itself, if a public model's
 
 A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as
@@ -14,6 +14,7 @@ uint16, or as uint32 for a larger vocabulary. llm.c and modded-nanogpt use the s
 can read these files. A shard can be memory-mapped. Each document begins with a separator: the
 vocabulary's last id, unless meta.json names it.
 """
+
 import contextlib
 import gzip
 import hashlib
@@ -47,9 +48,15 @@ def source_files(source, endings=None):
     endings: the accepted ones, without .gz; None: all."""
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
-    found = [source] if source.is_file() else [
-        path for path in source.rglob("*")
-        if path.is_file() and "/." not in f"/{path.relative_to(source).as_posix()}"]
+    found = (
+        [source]
+        if source.is_file()
+        else [
+            path
+            for path in source.rglob("*")
+            if path.is_file() and "/." not in f"/{path.relative_to(source).as_posix()}"
+        ]
+    )
     wanted = [path for path in found if endings is None or ending(path) in endings]
     if not wanted:
         which = f" that end in {' '.join(endings)} (or these with .gz)" if endings else ""
@@ -87,19 +94,22 @@ def parquet_texts(path):
                     raise ValueError(f'its column "text" holds {type(wrong[0]).__name__}, not str')
                 yield from texts
     except (ValueError, OSError) as e:
-        raise ValueError(f"{path} cannot be read as parquet ({e}): mend it, or "
-                         "fetch it again") from None
+        raise ValueError(
+            f"{path} cannot be read as parquet ({e}): mend it, or fetch it again"
+        ) from None
 
 
 def jsonl_texts(path):
     with unpacked(path) as f:
         for number, line in enumerate(f, 1):
             if line.strip():
-                try:                            # JSON can hold lone surrogates, UTF-8 cannot
+                try:  # JSON can hold lone surrogates, UTF-8 cannot
                     text = files.parsed(line)["text"].encode("utf-8", "replace").decode()
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    raise ValueError(f"{path}, line {number} is not a JSON object with a string "
-                                     '"text": mend it, or fetch the file again') from None
+                    raise ValueError(
+                        f"{path}, line {number} is not a JSON object with a string "
+                        '"text": mend it, or fetch the file again'
+                    ) from None
                 yield text
 
 
@@ -107,15 +117,17 @@ def read_text(path):
     """A file as one text. Raises NotText if it is empty, binary or not in UTF-8."""
     with unpacked(path) as f:
         content = f.read(1 << 16)
-        if b"\0" not in content:                # a binary file shows at its beginning
+        if b"\0" not in content:  # a binary file shows at its beginning
             content += f.read()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise NotText(f"{path} is not text in UTF-8 (it is binary, or in another encoding): "
-                      "name a text file, or convert it with iconv")
+        raise NotText(
+            f"{path} is not text in UTF-8 (it is binary, or in another encoding): "
+            "name a text file, or convert it with iconv"
+        )
     if not text or text.isspace():
         raise NotText(f"{path} is empty: name a file with text in it")
     return text
@@ -143,17 +155,20 @@ def encode_all(coder, texts):
 
 # ----------------------------------------------------------------------------------------- shards
 
-HEADER = 256 * 4                                # bytes
-SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")                         # names of shards
-LAYOUTS = {                                     # {type of a token: magic number and version}
+HEADER = 256 * 4  # bytes
+SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")  # names of shards
+LAYOUTS = {  # {type of a token: magic number and version}
     np.dtype(np.uint16): (20240520, 1),
-    np.dtype(np.uint32): (20240801, 7)}         # llm.c's, for Llama 3
+    np.dtype(np.uint32): (20240801, 7),
+}  # llm.c's, for Llama 3
 
 
 def shard_header(kind, count):
     if count >= 1 << 31:
-        raise ValueError("a shard holds less than 2**31 tokens: cut the text with "
-                         "data/fineweb_edu.py --source=...")
+        raise ValueError(
+            "a shard holds less than 2**31 tokens: cut the text with "
+            "data/fineweb_edu.py --source=..."
+        )
     header = np.zeros(256, dtype=np.int32)
     header[:3] = *LAYOUTS[kind], count
     return header.tobytes()
@@ -166,11 +181,12 @@ def write_shard(path, pieces, coder=None):
     kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
     count, text = 0, 0
     with files.replacing(path) as f:
-        f.write(shard_header(kind, 0))          # the number of tokens follows at the end
+        f.write(shard_header(kind, 0))  # the number of tokens follows at the end
         for piece in map(np.asarray, pieces):
             if piece.size and not 0 <= piece.min() <= piece.max() <= np.iinfo(kind).max:
-                raise ValueError(f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored "
-                                 f"as {kind}")
+                raise ValueError(
+                    f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}"
+                )
             f.write(piece.astype(kind).tobytes())
             count += piece.size
             if coder:
@@ -193,8 +209,9 @@ def read_shard(path):
         raise ValueError(f"{path} is not a token file of this project (wrong header): {again}")
     promised = HEADER + kind.itemsize * int(header[2])
     if size != promised:
-        raise ValueError(f"{path} is damaged: {size} bytes where its header promises {promised}: "
-                         f"{again}")
+        raise ValueError(
+            f"{path} is damaged: {size} bytes where its header promises {promised}: {again}"
+        )
     if header[2] == 0:
         raise ValueError(f"{path} holds no tokens: {again} from a text that is not empty")
     return np.memmap(path, dtype=kind, mode="r", offset=HEADER)
@@ -208,8 +225,10 @@ def write_data_set(out, coder, splits, **entries):
     write_shard. entries: more of meta.json."""
     begin(out, coder)
     meta = entries | (described(coder) if coder else {})
-    meta["shards"] = {f"{split}.bin": write_shard(out / f"{split}.bin", pieces, coder)
-                      for split, pieces in splits.items()}
+    meta["shards"] = {
+        f"{split}.bin": write_shard(out / f"{split}.bin", pieces, coder)
+        for split, pieces in splits.items()
+    }
     files.write_json(out / "meta.json", meta)
     summarize(out, meta)
 
@@ -229,9 +248,13 @@ def begin(out, coder=None):
 
 def summarize(out, meta):
     """Print how many tokens a data set has."""
-    train, val = (sum(row["tokens"] for row in shards_of(meta, split)) for split in ("train", "val"))
-    print(f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held "
-          f"out, in {out}")
+    train, val = (
+        sum(row["tokens"] for row in shards_of(meta, split)) for split in ("train", "val")
+    )
+    print(
+        f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held "
+        f"out, in {out}"
+    )
 
 
 def shards_of(meta, split):
@@ -253,8 +276,12 @@ def read_meta(folder):
     meta = files.read_json(path)
     whole = {"stride": 1, "separator": 0} | (meta if isinstance(meta, dict) else {})
     types = {"vocab_size": int, "tokenizer": str, "stride": int, "separator": int}
-    if not (files.has(whole, **types) and has_shards(whole) and whole["stride"] > 0
-            and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32):
+    if not (
+        files.has(whole, **types)
+        and has_shards(whole)
+        and whole["stride"] > 0
+        and 0 <= whole["separator"] < whole["vocab_size"] <= 1 << 32
+    ):
         raise ValueError(f"{path} lacks vocab_size, tokenizer or shards: {make_it}")
     return meta
 
@@ -262,14 +289,17 @@ def read_meta(folder):
 def has_shards(meta):
     """Has every shard in meta.json a shard's name and a complete row? Only text has bytes."""
     return files.has(meta, shards=dict) and all(
-        SHARD.fullmatch(name) and files.has(row, tokens=int, sha256=str)
-        and isinstance(row.get("bytes"), int | None) for name, row in meta["shards"].items())
+        SHARD.fullmatch(name)
+        and files.has(row, tokens=int, sha256=str)
+        and isinstance(row.get("bytes"), int | None)
+        for name, row in meta["shards"].items()
+    )
 
 
 # --------------------------------------------------------------------------- data sets: for a run
 
-DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")    # with a script here
-MADE_HERE = {"stdlib": "bytes", "backcopy": "numbers"}      # {name: tokenizer}, made when needed
+DATA_SETS = ("backcopy", "fineweb_edu", "shakespeare", "stdlib", "text")  # with a script here
+MADE_HERE = {"stdlib": "bytes", "backcopy": "numbers"}  # {name: tokenizer}, made when needed
 
 
 def script_of(folder):
@@ -281,7 +311,8 @@ def script_of(folder):
 
 def home(dataset, name, content):
     """The folder for a data set in some tokenizer: data/<dataset>-<its name> for one with a
-    tokenizer.json, of which `content` is the content, and otherwise data/<dataset>. data/stdlib is in
+    tokenizer.json, of which `content` is the content, and otherwise data/<dataset>. data/stdlib is
+    in
     bytes, because train.py makes it by itself."""
     usual = MADE_HERE.get(dataset)
     plain = name == usual if usual else not content
@@ -309,37 +340,49 @@ def data_for(run, dataset, machine):
     machine.wait()
     if name and not same_tokenizer(folder, run):
         command = f"{script_of(HERE / dataset)} {as_flag}"
-        raise ValueError(f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with "
-                         f"{'python data/backcopy.py' if name == 'numbers' else command}")
+        raise ValueError(
+            f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with "
+            f"{'python data/backcopy.py' if name == 'numbers' else command}"
+        )
     return folder, read_meta(folder)
 
 
 def make(dataset, folder, flags):
-    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be JSON."""
+    """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be
+    JSON."""
     script = [sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={folder}"]
-    print(f"making {folder}: python data/{' '.join([f'{dataset}.py', *flags])}", file=sys.stderr,
-          flush=True)
-    if subprocess.run(script, stdout=2).returncode:         # 2: the file descriptor of stderr
+    print(
+        f"making {folder}: python data/{' '.join([f'{dataset}.py', *flags])}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if subprocess.run(script, stdout=2).returncode:  # 2: the file descriptor of stderr
         raise ValueError(f"data/{dataset}.py failed: see the line above")
 
 
 def check_vocabulary(config, meta, dataset):
     """Raise ValueError if the token ids or the sequences of a data set do not fit a model."""
     if config.block_size >= meta.get("stride", math.inf):
-        raise ValueError(f"block_size={config.block_size}, but the sequences of {dataset} have "
-                         f"{meta['stride'] - 1} tokens: lower --block_size, or make longer sequences "
-                         "(--length)")
+        raise ValueError(
+            f"block_size={config.block_size}, but the sequences of {dataset} have "
+            f"{meta['stride'] - 1} tokens: lower --block_size, or make longer sequences "
+            "(--length)"
+        )
     if meta["vocab_size"] > config.vocab_size:
-        raise ValueError(f"the model's vocabulary has vocab_size={config.vocab_size} ids, the data set "
-                         f"{dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset")
+        raise ValueError(
+            f"the model's vocabulary has vocab_size={config.vocab_size} ids, the data set "
+            f"{dataset} needs {meta['vocab_size']}: raise --vocab_size or change --dataset"
+        )
 
 
 # ---------------------------------------------------------------------------------------- windows
 
 
 class Tokens:
-    """The shards of one split as one long array, which may be larger than memory. len() is its number
-    of tokens. Windows begin at multiples of its stride: the length of a stored sequence, or 1. docs:
+    """The shards of one split as one long array, which may be larger than memory. len() is its
+    number
+    of tokens. Windows begin at multiples of its stride: the length of a stored sequence, or 1.
+    docs:
     also find where documents begin."""
 
     def __init__(self, folder, split, docs=False):
@@ -353,12 +396,17 @@ class Tokens:
         self.stride, self.documents = meta.get("stride", 1), None
         if docs:
             separator = meta.get("separator", meta["vocab_size"] - 1)
-            self.documents = np.concatenate([               # where they begin, in the whole array
-                np.flatnonzero(shard == separator) + end - len(shard)
-                for shard, end in zip(self.shards, self.ends, strict=True)])
+            self.documents = np.concatenate(
+                [  # where they begin, in the whole array
+                    np.flatnonzero(shard == separator) + end - len(shard)
+                    for shard, end in zip(self.shards, self.ends, strict=True)
+                ]
+            )
             if 0 not in self.documents[:1]:
-                raise ValueError(f"{self.name} does not begin with a document's separator, so it is one "
-                                 "piece, or no text: leave out --docs, or change --dataset")
+                raise ValueError(
+                    f"{self.name} does not begin with a document's separator, so it is one "
+                    "piece, or no text: leave out --docs, or change --dataset"
+                )
 
     def __len__(self):
         return int(self.ends[-1])
@@ -368,23 +416,27 @@ class Tokens:
         pieces, i = [], int(np.searchsorted(self.ends, start, side="right"))
         while length > 0:
             offset = start - (self.ends[i] - len(self.shards[i]))
-            pieces.append(self.shards[i][offset:offset + length])
+            pieces.append(self.shards[i][offset : offset + length])
             start, length, i = start + len(pieces[-1]), length - len(pieces[-1]), i + 1
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def windows(self, starts, length, vocab_size):
-        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids outside
+        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids
+        outside
         the vocabulary."""
         rows = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
-            raise ValueError(f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the "
-                             f"vocabulary has {vocab_size} ids: wrong file, or wrong --vocab_size")
+            raise ValueError(
+                f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the "
+                f"vocabulary has {vocab_size} ids: wrong file, or wrong --vocab_size"
+            )
         return rows
 
     def first_keys(self, starts, length):
         """For each token of the windows at these starts, where in the window its document begins:
-        int64 (len(starts), length), as GPT.forward takes it. A document that began earlier begins with
+        int64 (len(starts), length), as GPT.forward takes it. A document that began earlier begins
+        with
         the window."""
         places = starts[:, None] + np.arange(length)
         began = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
@@ -393,12 +445,15 @@ class Tokens:
 
 def fixed_windows(split, length, count):
     """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every
-    call; fewer if the split is short. count 0: as many as fit side by side, and at most one for each
+    call; fewer if the split is short. count 0: as many as fit side by side, and at most one for
+    each
     multiple of the stride."""
     last = (len(split) - length - 1) // split.stride
     if last < 0:
-        raise ValueError(f"{split.name} holds {len(split)} tokens, too few for one window of "
-                         f"{length}: lower --block_size (in eval.py --length), or add data")
+        raise ValueError(
+            f"{split.name} holds {len(split)} tokens, too few for one window of "
+            f"{length}: lower --block_size (in eval.py --length), or add data"
+        )
     fit = min(last + 1, (len(split) - 1) // length)
     return np.linspace(0, last, min(count, fit) if count else fit).astype(np.int64) * split.stride
 
@@ -409,15 +464,21 @@ def fixed_windows(split, length, count):
 def flags(doc, dataset, tokenizer):
     """The argument parser of a data script, with the flags that all of them share."""
     parser = Parser(description=doc)
-    parser.add_argument("--out_dir", type=Path,
-                        help=f"folder of the data set (default: data/{dataset}; in a public model's "
-                             f"tokenizer data/{dataset}-TOKENIZER, so it can exist in several)")
+    parser.add_argument(
+        "--out_dir",
+        type=Path,
+        help=f"folder of the data set (default: data/{dataset}; in a public model's "
+        f"tokenizer data/{dataset}-TOKENIZER, so it can exist in several)",
+    )
     parser.add_argument("--source", type=Path, help="local file or folder to read")
-    parser.add_argument("--tokenizer", default=tokenizer,
-                        help="bytes; gpt2, by the package tiktoken; gpt2-2048 (only its first 2,047 "
-                             "ids, and a separator); the name of a run below out/ that came with a "
-                             "tokenizer (smollm2); or the path of a folder with a tokenizer.json "
-                             "(default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer",
+        default=tokenizer,
+        help="bytes; gpt2, by the package tiktoken; gpt2-2048 (only its first 2,047 "
+        "ids, and a separator); the name of a run below out/ that came with a "
+        "tokenizer (smollm2); or the path of a folder with a tokenizer.json "
+        "(default: %(default)s)",
+    )
     return parser
 
 
@@ -425,7 +486,8 @@ def settle(args, dataset):
     """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
     coder = tokenizer(args.tokenizer)
     if coder.name == "numbers":
-        raise ValueError(f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or "
-                         "gpt2")
+        raise ValueError(
+            f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2"
+        )
     args.out_dir = args.out_dir or home(dataset, coder.name, coder.content)
     return coder

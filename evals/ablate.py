@@ -1,9 +1,11 @@
 """Ablations of attention, and how much each of them raises the loss on fixed windows.
 
-An ablation changes the inputs or the output of a layer's `attend`; `instead` puts it in place. The mask `chosen`
-(layers, heads) says which heads change. In a differential recipe a head has two views, and a change acts on both. The
-first token is the first of the sequence, even if the sink is an extra key.
+An ablation changes the inputs or the output of a layer's `attend`; `instead` puts it in place. The
+mask `chosen` (layers, heads) says which heads change. In a differential recipe a head has two
+views, and a change acts on both. The first token is the first of the sequence, even if the sink is
+an extra key.
 """
+
 from functools import partial
 
 import torch
@@ -19,7 +21,8 @@ def unchanged(attend, layer, module, *inputs):
 
 
 def key_hidden(attend, layer, module, *inputs):
-    """Attention in which only the first row sees the first key. The number n of a row's keys stays the same."""
+    """Attention in which only the first row sees the first key. The number n of a row's keys stays
+    the same."""
     return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
 
 
@@ -29,84 +32,122 @@ def every_head(model):
 
 
 def value_zeroed(chosen, place=0, to_itself=True):
-    """Attention in which the token at this place of the sequence has the value 0 for the chosen heads. The
-    attention weights do not change. to_itself: its own row reads the value 0 as well. False is like changing the KV
-    cache after the token was read."""
+    """Attention in which the token at this place of the sequence has the value 0 for the chosen
+    heads. The
+    attention weights do not change. to_itself: its own row reads the value 0 as well. False is like
+    changing the KV cache after the token was read."""
+
     def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
             return attend(q, k, v, x, *more)
-        if v.shape[1] < module.heads:           # grouped heads: every head gets its own copy of values and keys
+        # grouped heads: every head gets its own copy of values and keys
+        if v.shape[1] < module.heads:
             k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.ahead + place
         here = torch.arange(v.shape[2], device=v.device) == row
-        o = attend(q, k, v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0), x, *more)
-        if not to_itself:                       # its own row is computed without the change
+        o = attend(
+            q,
+            k,
+            v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0),
+            x,
+            *more,
+        )
+        if not to_itself:  # its own row is computed without the change
             upto = slice(row + 1 if module.causal else None)
-            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[:, :, row]
+            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[
+                :, :, row
+            ]
         return o
+
     return change
 
 
 def output_zeroed(chosen):
     """Attention in which the chosen heads output 0, after any norm and gate."""
+
     def change(attend, layer, module, *inputs):
-        o = attend(*inputs)                     # (B, heads, T, E)
+        o = attend(*inputs)  # (B, heads, T, E)
         return o.masked_fill(chosen[layer].to(o.device)[:, None, None], 0.0)
+
     return change
 
 
-OTHER = 8                                       # the token whose value is zeroed, for comparison with the first token's
-DRAWS = 3                                       # of random heads
+OTHER = 8  # the token whose value is zeroed, for comparison with the first token's
+DRAWS = 3  # of random heads
 
 
 def ablations(alpha_sink, threshold, prune):
-    """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several changes are random
-    draws of heads; the row shows their mean. Heads are chosen by alpha_sink (layers, heads), the weight on the sink.
-    threshold: a head with a larger alpha_sink is dormant. prune: percentages of heads.
+    """The rows of the table, [(what is removed, in which heads, their number, [changes])]. Several
+    changes are random draws of heads; the row shows their mean. Heads are chosen by alpha_sink
+    (layers, heads), the weight on the sink. threshold: a head with a larger alpha_sink is dormant.
+    prune: percentages of heads.
 
-    Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its appendix A.5, after
-    Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so only later rows read the zero. We added
-    the random heads and the heads with the least weight on the sink."""
+    Source: for the first value, table 1 of The Attention Sink as Native MoE; for whole heads its
+    appendix A.5, after Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so
+    only later rows read the zero. We added the random heads and the heads with the least weight on
+    the sink."""
     all_heads, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
     in_cache, dormant = partial(value_zeroed, to_itself=False), int((alpha_sink > threshold).sum())
-    changes = {"first key hidden": key_hidden, f"value at {OTHER} zero": in_cache(all_heads, OTHER),
-               "first value zero": in_cache(all_heads), "and also in its own row": value_zeroed(all_heads)}
+    changes = {
+        "first key hidden": key_hidden,
+        f"value at {OTHER} zero": in_cache(all_heads, OTHER),
+        "first value zero": in_cache(all_heads),
+        "and also in its own row": value_zeroed(all_heads),
+    }
     found = [(what, "all heads", total, [change]) for what, change in changes.items()]
     counts = [("first value zero", in_cache, dormant)] if dormant else []
-    counts += [(f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total)) for percent in prune]
+    counts += [
+        (f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total))
+        for percent in prune
+    ]
     for what, change, count in counts:
         choices = picked(alpha_sink, count, in_layers=change is output_zeroed)
-        found += [(what, where, count, [change(chosen) for chosen in picks]) for where, picks in choices.items()]
+        found += [
+            (what, where, count, [change(chosen) for chosen in picks])
+            for where, picks in choices.items()
+        ]
     return found
 
 
 def picked(alpha_sink, count, in_layers=False, seed=1337):
-    """Choose `count` heads in three ways: those with the most weight on the sink, random heads (DRAWS times), and
+    """Choose `count` heads in three ways: those with the most weight on the sink, random heads
+    (DRAWS times), and
     those with the least weight. Returns {where: [mask `chosen`, ...]}.
-    in_layers: also choose them spread evenly over the layers, in each layer those with the most or the least weight. A
-    remainder goes to the layers whose next head has the most or the least. (Without the spread, the heads with the
-    least weight may fill whole layers. Then their depth matters more than their sink.)"""
+    in_layers: also choose them spread evenly over the layers, in each layer those with the most or
+    the least weight. A remainder goes to the layers whose next head has the most or the least.
+    (Without the spread, the heads with the least weight may fill whole layers. Then their depth
+    matters more than their sink.)"""
     alpha, dice = alpha_sink.cpu(), torch.Generator().manual_seed(seed)
     order = alpha.flatten().argsort(descending=True, stable=True)
-    orders = {"most sink": [order], "random": [torch.randperm(len(order), generator=dice) for _ in range(DRAWS)],
-              "least sink": [order.flip(0)]}
+    orders = {
+        "most sink": [order],
+        "random": [torch.randperm(len(order), generator=dice) for _ in range(DRAWS)],
+        "least sink": [order.flip(0)],
+    }
     for where, values in (("most sink", alpha), ("least sink", -alpha)) if in_layers else ():
-        rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()     # 0: first in its layer
+        # 0: first in its layer
+        rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()
         order = values.flatten().argsort(descending=True, stable=True)
-        orders[f"{where} of each layer"] = [order[rank[order].argsort(stable=True)]]    # by rank, then by value
+        # by rank, then by value
+        orders[f"{where} of each layer"] = [order[rank[order].argsort(stable=True)]]
     none = torch.zeros(alpha.numel(), dtype=torch.bool)
-    return {where: [none.index_fill(0, order[:count], True).view_as(alpha) for order in several]
-            for where, several in orders.items()}
+    return {
+        where: [none.index_fill(0, order[:count], True).view_as(alpha) for order in several]
+        for where, several in orders.items()
+    }
 
 
 def costs(found, model, rows, machine, batch_size):
-    """The loss that each ablation adds on windows rows (N, T + 1), in nats per token: {"loss": without ablation,
-    "changes": [{"what", "where", "heads", "loss_change", "standard_error", "over_draws"}]}.
-    standard_error: of the mean difference over the windows, None for one window. over_draws: standard deviation of the
-    loss over the draws, None for one draw."""
+    """The loss that each ablation adds on windows rows (N, T + 1), in nats per token: {"loss":
+    without ablation, "changes": [{"what", "where", "heads", "loss_change", "standard_error",
+    "over_draws"}]}.
+    standard_error: of the mean difference over the windows, None for one window. over_draws:
+    standard deviation of the loss over the draws, None for one draw."""
     before, lines = window_losses(unchanged, model, rows, machine, batch_size), []
     for what, where, heads, changes in progress(found, machine.main):
-        added = torch.stack([window_losses(change, model, rows, machine, batch_size) - before for change in changes])
+        added = torch.stack(
+            [window_losses(change, model, rows, machine, batch_size) - before for change in changes]
+        )
         lines.append({"what": what, "where": where, "heads": heads, **mean_and_errors(added)})
     return {"loss": before.mean().item(), "changes": lines}
 
@@ -114,15 +155,23 @@ def costs(found, model, rows, machine, batch_size):
 def mean_and_errors(added):
     """The statistics of added (draws, windows), the losses with an ablation minus those without."""
     draws, windows = added.shape
-    error = added.mean(0).std().item() / windows ** 0.5 if windows > 1 else None
-    return {"loss_change": added.mean().item(), "standard_error": error,
-            "over_draws": added.mean(1).std().item() if draws > 1 else None}
+    error = added.mean(0).std().item() / windows**0.5 if windows > 1 else None
+    return {
+        "loss_change": added.mean().item(),
+        "standard_error": error,
+        "over_draws": added.mean(1).std().item() if draws > 1 else None,
+    }
 
 
 def window_losses(change, model, rows, machine, batch_size):
-    """The mean loss of each window of rows (N, T + 1) with this change: (N,) float64, on the CPU."""
-    return torch.cat([losses_with(change, model, batch, machine).double().mean(1).cpu()
-                      for batch in rows.split(batch_size)])
+    """The mean loss of each window of rows (N, T + 1) with this change: (N,) float64, on the
+    CPU."""
+    return torch.cat(
+        [
+            losses_with(change, model, batch, machine).double().mean(1).cpu()
+            for batch in rows.split(batch_size)
+        ]
+    )
 
 
 @torch.no_grad()
@@ -133,13 +182,30 @@ def losses_with(change, model, rows, machine):
 
 
 def draw_costs(ax, cost):
-    """Draw a bar for each ablation, dark for the heads with the most sink. Lines are two standard errors."""
-    lines = [line for line in cost["changes"][::-1] if line["heads"]]   # bars start at the bottom
-    gains, errors = [line["loss_change"] for line in lines], [2 * (line["standard_error"] or 0) for line in lines]
-    colours = {"most sink": "#08306b", "random": "#b0b0b0", "least sink": "#9ecae1", "all heads": "#d94801"}
+    """Draw a bar for each ablation, dark for the heads with the most sink. Lines are two standard
+    errors."""
+    lines = [line for line in cost["changes"][::-1] if line["heads"]]  # bars start at the bottom
+    gains, errors = (
+        [line["loss_change"] for line in lines],
+        [2 * (line["standard_error"] or 0) for line in lines],
+    )
+    colours = {
+        "most sink": "#08306b",
+        "random": "#b0b0b0",
+        "least sink": "#9ecae1",
+        "all heads": "#d94801",
+    }
     shown = [colours[line["where"].removesuffix(" of each layer")] for line in lines]
-    bars = ax.barh(range(len(lines)), gains, color=shown, xerr=errors, error_kw={"elinewidth": 1, "ecolor": "#606060"})
+    bars = ax.barh(
+        range(len(lines)),
+        gains,
+        color=shown,
+        xerr=errors,
+        error_kw={"elinewidth": 1, "ecolor": "#606060"},
+    )
     ax.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
-    ax.set_yticks(range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8)
+    ax.set_yticks(
+        range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8
+    )
     ax.margins(x=0.15)
     frame(ax, f"increase of the loss\n(nats per token, from {cost['loss']:.3f})")

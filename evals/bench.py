@@ -5,6 +5,7 @@ The harness fetches the questions of a task, words them and counts the scores. I
 things: how likely is this continuation of that context, how likely is this whole text, and how does
 this text go on?
 """
+
 import contextlib
 import itertools
 import math
@@ -20,22 +21,28 @@ from evals.likelihood import answers, generated, text_tokenizer
 @dataclass
 class Bench(Knobs):
     """Flags of bench"""
+
     tasks: str = knob("", "tasks of lm-evaluation-harness, separated by commas: arc_easy,wikitext")
     include_path: str = knob("", "folder with the YAML files of more tasks, such as local files")
-    num_fewshot: int = knob(-1, "solved examples before each question; -1: as the task says",
-                            least=-1)
+    num_fewshot: int = knob(
+        -1, "solved examples before each question; -1: as the task says", least=-1
+    )
     limit: int = knob(0, "only the first questions of each task; 0: all")
     bos: bool = knob(False, "begin every context with the separator, as in training")
-    length: int = knob(0, "tokens of the longest input; a longer one loses its beginning; "
-                          "0: block_size")
-    batch_size: int = knob(4096, "tokens per forward pass; a longer input gets a separate pass",
-                           least=1)
+    length: int = knob(
+        0, "tokens of the longest input; a longer one loses its beginning; 0: block_size"
+    )
+    batch_size: int = knob(
+        4096, "tokens per forward pass; a longer input gets a separate pass", least=1
+    )
 
     def __post_init__(self):
         super().__post_init__()
         if not self.tasks:
-            raise ValueError("which tasks? give --tasks=arc_easy,wikitext or others "
-                             "(lm-eval ls tasks lists them)")
+            raise ValueError(
+                "which tasks? give --tasks=arc_easy,wikitext or others "
+                "(lm-eval ls tasks lists them)"
+            )
 
 
 def command(args, run):
@@ -45,21 +52,26 @@ def command(args, run):
     # the class is made here, because the package of its base is optional
     base = files.optional("lm_eval.api.model").TemplateLM
     model = type("Model", (Answering, base), {})(run, args)
-    with contextlib.redirect_stdout(sys.stderr):                    # stdout has only the table
+    with contextlib.redirect_stdout(sys.stderr):  # stdout has only the table
         found = evaluator.simple_evaluate(
-            model, tasks=names, task_manager=manager, limit=args.limit or None, log_samples=False,
-            num_fewshot=None if args.num_fewshot < 0 else args.num_fewshot)
-    if not run.machine.main:                    # only the first rank gets the scores
+            model,
+            tasks=names,
+            task_manager=manager,
+            limit=args.limit or None,
+            log_samples=False,
+            num_fewshot=None if args.num_fewshot < 0 else args.num_fewshot,
+        )
+    if not run.machine.main:  # only the first rank gets the scores
         return None, None
     numbers, rows = {"length": model.length, "bos": args.bos, "questions": {}}, []
     for task, scores in found["results"].items():
-        count = found["n-samples"].get(task, {}).get("effective")   # a group of tasks has none
+        count = found["n-samples"].get(task, {}).get("effective")  # a group of tasks has none
         numbers["questions"][task] = count
-        for key, value in scores.items():       # "acc,none", "acc_stderr,none"; or a filter's name
+        for key, value in scores.items():  # "acc,none", "acc_stderr,none"; or a filter's name
             measure, comma, way = key.partition(",")
             if comma and not measure.endswith("_stderr"):
                 name = f"{task} {measure}" + f" {way}" * (way != "none")
-                error = scores.get(f"{measure}_stderr,{way}")       # "N/A" if there is none
+                error = scores.get(f"{measure}_stderr,{way}")  # "N/A" if there is none
                 error = error if isinstance(error, float) and math.isfinite(error) else None
                 numbers |= {name: float(value), f"{name} +-": error}
                 rows.append([name, None if count is None else str(count), float(value), error])
@@ -70,14 +82,17 @@ def command(args, run):
 def task_manager(args):
     """The harness's list of tasks, with those of --include_path. Raises ValueError on an unknown
     task."""
-    for defaults in (False, True):              # the harness's own tasks take seconds to list
+    for defaults in (False, True):  # the harness's own tasks take seconds to list
         manager = files.optional("lm_eval.tasks").TaskManager(
-            include_path=args.include_path or None, include_defaults=defaults)
+            include_path=args.include_path or None, include_defaults=defaults
+        )
         unknown = [name for name in args.tasks.split(",") if not manager.match_tasks([name])]
         if not unknown:
             return manager
-    raise ValueError(f"unknown task {unknown[0]!r}: lm-eval ls tasks lists the names, and "
-                     "--include_path=FOLDER adds tasks")
+    raise ValueError(
+        f"unknown task {unknown[0]!r}: lm-eval ls tasks lists the names, and "
+        "--include_path=FOLDER adds tasks"
+    )
 
 
 class Answering:
@@ -89,11 +104,11 @@ class Answering:
         self.length = args.length or run.model.config.block_size
         run.check_positions(self.length)
         self.coder = text_tokenizer(run)
-        self.ends = {self.coder.separator, *run.meta.get("ends", [])}           # of a text
+        self.ends = {self.coder.separator, *run.meta.get("ends", [])}  # of a text
 
     @property
     def eot_token_id(self):
-        return self.coder.separator             # it also precedes a text without a context
+        return self.coder.separator  # it also precedes a text without a context
 
     def tok_encode(self, text, add_special_tokens=None, **_):
         front = [self.coder.separator] if self.bos and add_special_tokens is None else []
@@ -107,10 +122,12 @@ class Answering:
         for _, context, continuation in requests:
             count, ids = len(continuation), (context or [self.eot_token_id]) + continuation
             if not 0 < count <= self.length:
-                raise ValueError(f"a continuation has {count} tokens where the model can predict "
-                                 f"1 to {self.length}: give a larger --length, or leave this task "
-                                 "out of --tasks")
-            asked.append((ids[-self.length - 1:], count))
+                raise ValueError(
+                    f"a continuation has {count} tokens where the model can predict "
+                    f"1 to {self.length}: give a larger --length, or leave this task "
+                    "out of --tasks"
+                )
+            asked.append((ids[-self.length - 1 :], count))
         return [(answer.loglik, answer.greedy) for answer in self.ask(asked)]
 
     def loglikelihood_rolling(self, requests, **_):
@@ -125,7 +142,7 @@ class Answering:
         return [sum(next(heard).loglik for _ in windows) for windows in texts]
 
     def generate_until(self, requests, **_):
-        texts = []                              # the requests of a task have the same settings
+        texts = []  # the requests of a task have the same settings
         for settings, alike in itertools.groupby(requests, lambda request: request.args[1]):
             texts += self.continued([request.args[0] for request in alike], settings)
         return texts
@@ -136,17 +153,25 @@ class Answering:
         settings = files.optional("lm_eval.models.utils").normalize_gen_kwargs(settings, 256)
         count, until = settings["max_gen_toks"], [text for text in settings["until"] if text]
         if count >= self.length:
-            raise ValueError(f"an answer of {count} tokens leaves no room for its prompt: give a "
-                             f"larger --length than {self.length}, or leave this task out of "
-                             "--tasks")
+            raise ValueError(
+                f"an answer of {count} tokens leaves no room for its prompt: give a "
+                f"larger --length than {self.length}, or leave this task out of "
+                "--tasks"
+            )
         # generation also stops at an id whose own text contains a stop string
-        stop = {i for i in range(self.coder.vocab_size)
-                if any(text in self.coder.decode([i]) for text in until)}
+        stop = {
+            i
+            for i in range(self.coder.vocab_size)
+            if any(text in self.coder.decode([i]) for text in until)
+        }
         how = {"temperature": 0, "stop": sorted(stop | self.ends)}
-        how |= {name: settings[name] for name in ("temperature", "top_k", "top_p")
-                if name in settings}
-        asked = [self.tok_encode(prompt)[count - self.length:] or [self.eot_token_id]
-                 for prompt in prompts]
+        how |= {
+            name: settings[name] for name in ("temperature", "top_k", "top_p") if name in settings
+        }
+        asked = [
+            self.tok_encode(prompt)[count - self.length :] or [self.eot_token_id]
+            for prompt in prompts
+        ]
         said = generated(self.run.model, self.run.machine, asked, self.batch_size, count, **how)
         texts = []
         for ids in said:

@@ -5,6 +5,7 @@ is trained at that rate, and other commands measure these runs. Every finished r
 results/board.json, or of a file of your own, and the command adds the missing ones. docs/board.md
 explains the measurements and has the table.
 """
+
 import json
 import math
 from dataclasses import dataclass
@@ -20,45 +21,83 @@ from common import files
 from common.flags import Knobs, knob
 from common.runs import ROOT, output_of
 from evals.instrument import (
-    each_done, legend, markdown, mean_and_error, recipe_names, train_if_missing, whole_numbers)
+    each_done,
+    legend,
+    markdown,
+    mean_and_error,
+    recipe_names,
+    train_if_missing,
+    whole_numbers,
+)
 from evals.measures import MEASURES, printed
 from evals.pictures import GREY, figure_of, frame
 
-RECIPES = {                                     # flags of train.py under a name
+RECIPES = {  # flags of train.py under a name
     "hybrid": "--layers=gated_deltanet*3+softmax",
     "no-conv": "--attn=gated_deltanet --conv=off",
     "no-positions": "--attn=softmax --pos=none",
     "tda-0.3": "--attn=tda --attn_args=learn_beta=0,beta_init=0.3",
-    "blind": "--attn=window --window=1",        # rows see only themselves
+    "blind": "--attn=window --window=1",  # rows see only themselves
 }
-TRIAL = 1                                       # the seed that chooses the learning rate
+TRIAL = 1  # the seed that chooses the learning rate
 SPEED = ("speed", "--lengths=256", "--memory=", "--n_head=4", "--dtype=float32", "--device=cpu")
-CACHE = ("speed", "--decode", "--lengths=4096", "--n_head=4", "--n_embd=128", "--dtype=float32",
-         "--device=cpu", "--repeats=1")
+CACHE = (
+    "speed",
+    "--decode",
+    "--lengths=4096",
+    "--n_head=4",
+    "--n_embd=128",
+    "--dtype=float32",
+    "--device=cpu",
+    "--repeats=1",
+)
 OF_META = "parameters", "seconds", "machine", "versions", "data_hash"
 OF_REPORT = "val", "sink", "density", "sparsity", "empty_rows"
-MEANINGS = {                                    # {column: its meaning}
-    "family": "its colour in the picture", "rate": "the best of the learning rates",
-    "runs": "number of seeds", "bits": "bits per byte of the validation split",
+MEANINGS = {  # {column: its meaning}
+    "family": "its colour in the picture",
+    "rate": "the best of the learning rates",
+    "runs": "number of seeds",
+    "bits": "bits per byte of the validation split",
     "over softmax": "bits less softmax's of the same seed, 95 % interval",
     "2x": "bits more in windows twice as long as in training",
     "4x": "bits more in windows four times as long",
-    "sink": MEASURES["sink"], "density": MEASURES["density"], "sparsity": MEASURES["sparsity"],
+    "sink": MEASURES["sink"],
+    "density": MEASURES["density"],
+    "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"],
     "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
     "massive": "largest channel of the hidden state with the largest norm, over the median, in "
-               "windows of 1,024",
-    "parameters": "of the model", "kib": "KiB that a new token reads of 4,096 others, in float32",
-    "speed": "training steps a second on one thread of a CPU, relative to softmax"}
-MEANS = ("bits", "2x", "4x", "sink", "density", "sparsity", "empty_rows", "dispersion", "massive",
-         "parameters")
-COLOURS = {"rows sum to 1": "#1f77b4", "rows of any sum": "#d62728", "a gate": "#2ca02c",
-           "two views": "#9467bd", "a state": "#ff7f0e", "unknown": GREY}
+    "windows of 1,024",
+    "parameters": "of the model",
+    "kib": "KiB that a new token reads of 4,096 others, in float32",
+    "speed": "training steps a second on one thread of a CPU, relative to softmax",
+}
+MEANS = (
+    "bits",
+    "2x",
+    "4x",
+    "sink",
+    "density",
+    "sparsity",
+    "empty_rows",
+    "dispersion",
+    "massive",
+    "parameters",
+)
+COLOURS = {
+    "rows sum to 1": "#1f77b4",
+    "rows of any sum": "#d62728",
+    "a gate": "#2ca02c",
+    "two views": "#9467bd",
+    "a state": "#ff7f0e",
+    "unknown": GREY,
+}
 
 
 @dataclass
 class Board(Knobs):
     """Flags of board"""
+
     attn: str = knob("all", f"recipes, also {', '.join(RECIPES)}, separated by commas")
     seeds: str = knob("2,3,4", "seeds, separated by commas; empty: train nothing")
     rates: str = knob("2e-3,4e-3,8e-3", "learning rates to try, separated by commas")
@@ -66,22 +105,26 @@ class Board(Knobs):
     train_args: str = knob("", "further flags of train.py, separated by spaces")
     workers: int = knob(0, "runs at a time; 0: two with one thread each, or one on a GPU")
     out_dir: str = knob("out/board", "folder of the runs")
-    results: str = knob("", "file of the rows; empty: OUT_DIR/board.json, beside those of "
-                            "results/board.json")
+    results: str = knob(
+        "", "file of the rows; empty: OUT_DIR/board.json, beside those of results/board.json"
+    )
     json: bool = knob(False, "print JSON instead of a table")
 
     def __post_init__(self):
         super().__post_init__()
         for name in set(names_of(self)) - RECIPES.keys():
-            recipe(name)                        # raises ValueError
+            recipe(name)  # raises ValueError
         if self.seeds and TRIAL in whole_numbers(self.seeds, "seeds"):
-            raise ValueError(f"--seeds={self.seeds}: {TRIAL} only chooses the learning rate, so "
-                             "give others")
+            raise ValueError(
+                f"--seeds={self.seeds}: {TRIAL} only chooses the learning rate, so give others"
+            )
         if not all(0 < rate < math.inf for rate in rates_of(self)):
             raise ValueError(f"--rates={self.rates} must be numbers above 0")
         if (self.dataset or self.train_args) and self.out_dir == Board.out_dir:
-            raise ValueError("--dataset and --train_args make other runs: give them a folder of "
-                             "their own with --out_dir")
+            raise ValueError(
+                "--dataset and --train_args make other runs: give them a folder of "
+                "their own with --out_dir"
+            )
 
 
 def names_of(args):
@@ -103,7 +146,7 @@ def command(args, run):
     others = {} if alone else read_rows(ROOT / "results/board.json")
     rows = others | (read_rows(file) if file.exists() else {})
 
-    def save():                                 # one line a run
+    def save():  # one line a run
         lines = [json.dumps(row) for key, row in rows.items() if others.get(key) != row]
         with files.replacing(file, "w") as f:
             f.write("[\n" + ",\n".join(lines) + "\n]\n")
@@ -113,8 +156,10 @@ def command(args, run):
     table = table_of(rows)
     if not table:
         raise ValueError(f"{file} has no finished run: give --seeds, and see the errors above")
-    text = markdown([[f"`{name}`", *map(cell, row.values())] for name, row in table.items()],
-                    ["recipe", *map(printed, MEANINGS)])
+    text = markdown(
+        [[f"`{name}`", *map(cell, row.values())] for name, row in table.items()],
+        ["recipe", *map(printed, MEANINGS)],
+    )
     meanings = legend({printed(key): meaning for key, meaning in MEANINGS.items()})
     return {"runs": [*rows.values()], "table": table}, f"{text}\n\n{meanings}"
 
@@ -123,8 +168,10 @@ def read_rows(file):
     """{(recipe, rate, seed): row}; a recipe's costs have neither rate nor seed."""
     rows = files.read_json(file)
     if any("setup" in row for row in rows):
-        raise ValueError(f"{file} is of an earlier version, which commit 55b941e still reads: give "
-                         "another --out_dir or --results")
+        raise ValueError(
+            f"{file} is of an earlier version, which commit 55b941e still reads: give "
+            "another --out_dir or --results"
+        )
     return {(row["recipe"], row.get("rate"), row.get("seed")): row for row in rows}
 
 
@@ -147,12 +194,17 @@ def add_missing(args, rows, save):
     add(cost_row, [(layer, None, None) for name in names for layer in layers_of(name)], 1)
     train = partial(run_row, args)
     add(train, [(name, rate, TRIAL) for name in names for rate in rates_of(args)], workers)
-    texts = {row["data_hash"] for (name, _, seed), row in rows.items()
-             if name in ("softmax", *names) and seed == TRIAL}
+    texts = {
+        row["data_hash"]
+        for (name, _, seed), row in rows.items()
+        if name in ("softmax", *names) and seed == TRIAL
+    }
     if len(texts) > 1:
-        raise ValueError("these recipes and softmax have different texts, since versions of Python "
-                         "have different sources: train all on yours, with --attn=softmax,... "
-                         "--results=out/own.json")
+        raise ValueError(
+            "these recipes and softmax have different texts, since versions of Python "
+            "have different sources: train all on yours, with --attn=softmax,... "
+            "--results=out/own.json"
+        )
     best = {name: best_rate(name, rows) for name in names}
     trained = [name for name in names if best[name]]
     add(train, [(name, best[name], seed) for seed in seeds for name in trained], workers)
@@ -166,17 +218,32 @@ def cost_row(name, *_):
     cache = numbers_of(*CACHE, f"--attn={name}")
     speed = 1 if name == "softmax" else step["lengths"]["256"][name]["step"]
     read = cache["lengths"]["4096"].get(name)
-    return {"recipe": name, "speed": round(speed, 3), "kib": read and 4 * read["bytes"] / 1024,
-            "machine": step["machine"]}
+    return {
+        "recipe": name,
+        "speed": round(speed, 3),
+        "kib": read and 4 * read["bytes"] / 1024,
+        "machine": step["machine"],
+    }
 
 
 def run_row(args, name, rate, seed):
     """The row of a run, which is trained if it is missing. The seed TRIAL needs only its loss."""
     folder = Path(args.out_dir) / f"{name}-{rate:g}-{seed}"
     data = [f"--dataset={args.dataset}"] if args.dataset else []
-    meta = train_if_missing(folder, [
-        "--preset=tiny", "--dtype=float32", f"--learning_rate={rate:g}", f"--seed={seed}",
-        f"--out_dir={folder}", *flags_of(name), *data, *args.train_args.split()], quiet=True)
+    meta = train_if_missing(
+        folder,
+        [
+            "--preset=tiny",
+            "--dtype=float32",
+            f"--learning_rate={rate:g}",
+            f"--seed={seed}",
+            f"--out_dir={folder}",
+            *flags_of(name),
+            *data,
+            *args.train_args.split(),
+        ],
+        quiet=True,
+    )
     row = {"recipe": name, "rate": rate, "seed": seed} | {key: meta[key] for key in OF_META}
     if seed == TRIAL:
         return row | {"val": meta["report"]["val"]}
@@ -185,13 +252,15 @@ def run_row(args, name, rate, seed):
     try:
         _, twice, four_times = numbers_of("lengths", f"--out_dir={folder}")["lengths"]
         probed = numbers_of("probe", "--lengths=1024", "--windows=16", f"--out_dir={folder}")
-    except ValueError:                          # some positions know no longer windows
+    except ValueError:  # some positions know no longer windows
         return row
     return row | {
-        "2x": twice["more"] / math.log(2), "4x": four_times["more"] / math.log(2),
+        "2x": twice["more"] / math.log(2),
+        "4x": four_times["more"] / math.log(2),
         "dispersion": probed["lengths"][0]["dispersion"],
         # in each layer, the largest channel: its number, its value, and this over the median
-        "massive": max(place["channels"][0][2] for place in probed["stream"])}
+        "massive": max(place["channels"][0][2] for place in probed["stream"]),
+    }
 
 
 def numbers_of(*words):
@@ -212,8 +281,11 @@ def layers_of(name):
 
 def best_rate(name, rows):
     """The learning rate whose trial has the lowest validation loss; None without a trial."""
-    trials = {rate: row["val"] for (other, rate, seed), row in rows.items()
-              if other == name and seed == TRIAL}
+    trials = {
+        rate: row["val"]
+        for (other, rate, seed), row in rows.items()
+        if other == name and seed == TRIAL
+    }
     return min(trials, key=trials.get, default=None)
 
 
@@ -246,10 +318,10 @@ def interval(values):
 
 def quantile(degrees):
     """The t that Student's distribution exceeds with a chance of 2.5 %: 12.7 with one degree."""
-    angles = np.linspace(0, np.pi / 2, 100_001)             # t = sqrt(degrees) tan(angle)
+    angles = np.linspace(0, np.pi / 2, 100_001)  # t = sqrt(degrees) tan(angle)
     density = np.cos(angles) ** (degrees - 1)
     area = np.cumsum(density[1:] + density[:-1])
-    return degrees ** 0.5 * np.tan(np.interp(0.95, area / area[-1], angles[1:]))
+    return degrees**0.5 * np.tan(np.interp(0.95, area / area[-1], angles[1:]))
 
 
 def cost_of(name, rows):
@@ -260,8 +332,10 @@ def cost_of(name, rows):
     if None in costs or further:
         return {}
     caches = [cost["kib"] for cost in costs]
-    return {"speed": fmean(1 / cost["speed"] for cost in costs) ** -1,
-            "kib": None if None in caches else fmean(caches)}
+    return {
+        "speed": fmean(1 / cost["speed"] for cost in costs) ** -1,
+        "kib": None if None in caches else fmean(caches),
+    }
 
 
 def family(name, row):
@@ -288,24 +362,39 @@ def cell(value):
 
 def draw(path, numbers):
     """Draw bits over softmax against the speed of a step. Lines are 95 % intervals."""
-    points = {name: row for name, row in numbers["table"].items()
-              if row["speed"] and (row["over softmax"] or name == "softmax")}
+    points = {
+        name: row
+        for name, row in numbers["table"].items()
+        if row["speed"] and (row["over softmax"] or name == "softmax")
+    }
     with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):
-        ax.set_yscale("symlog", linthresh=0.02)             # most lie near 0, a few far above
+        ax.set_yscale("symlog", linthresh=0.02)  # most lie near 0, a few far above
         ticks = (-0.2, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
         ax.set_yticks(ticks, map(str, ticks))
         ax.axhline(0, color=GREY, linestyle=":", linewidth=1)
         for i, (name, row) in enumerate(points.items()):
             low, high = row["over softmax"] or (0, 0)
             x, y, colour = row["speed"], (low + high) / 2, COLOURS[row["family"]]
-            ax.errorbar(x, y, (high - low) / 2, fmt="o", markersize=4, color=colour,
-                        ecolor=(colour, 0.4))
+            ax.errorbar(
+                x, y, (high - low) / 2, fmt="o", markersize=4, color=colour, ecolor=(colour, 0.4)
+            )
             # neighbours have their names on different sides
-            ax.annotate(name, (x, y), (-6 if i % 2 else 6, 0), textcoords="offset points",
-                        ha="right" if i % 2 else "left", va="center", fontsize=7,
-                        weight="bold" if name == "softmax" else "normal")
+            ax.annotate(
+                name,
+                (x, y),
+                (-6 if i % 2 else 6, 0),
+                textcoords="offset points",
+                ha="right" if i % 2 else "left",
+                va="center",
+                fontsize=7,
+                weight="bold" if name == "softmax" else "normal",
+            )
         for family in dict.fromkeys(row["family"] for row in points.values()):
             ax.plot([], "o", markersize=4, color=COLOURS[family], label=family)
-        frame(ax, "", "speed of a training step (softmax: 1)",
-              "bits per byte over softmax (lower is better)")
+        frame(
+            ax,
+            "",
+            "speed of a training step (softmax: 1)",
+            "bits per byte over softmax (lower is better)",
+        )
         ax.legend(frameon=False, fontsize=8)

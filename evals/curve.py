@@ -1,14 +1,16 @@
 """The weights that recipes give to one row of scores: the weight of each key against its score.
 
     python eval.py curve softmax,elastic,entmax,tda --png=out/curve.png
-    python eval.py curve softmax,elastic --spread=0.5       an idle row: no key is better than another
+    python eval.py curve softmax,elastic --spread=0.5     an idle row: no key is better than another
 
-The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All recipes get the same
-query and keys. Recipes that scale q and k to unit length get their cosines, from -1 to 1, as scores. Differential
-recipes show their first view alone, and are named so. Learned scalars have their initial values.
+The row has --keys keys, whose scores q.k / sqrt(d) are spread evenly from -SPREAD to SPREAD. All
+recipes get the same query and keys. Recipes that scale q and k to unit length get their cosines,
+from -1 to 1, as scores. Differential recipes show their first view alone, and are named so. Learned
+scalars have their initial values.
 
 In docs/rules.html, a page for a browser, one drags the scores instead.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +21,16 @@ from evals.instrument import recipe_names, table
 from evals.pictures import figure_of, frame
 from model import GPTConfig
 
-WIDTH = 64                                      # head dimension
+WIDTH = 64  # head dimension
 
 
 @dataclass
 class Curve(Knobs):
     """Flags of curve"""
-    recipes: str = knob("softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True)
+
+    recipes: str = knob(
+        "softmax,elastic,entmax,tda", "recipes, separated by commas", positional=True
+    )
     spread: float = knob(4.0, "the largest score of the row; the smallest is minus that", least=0)
     keys: int = knob(64, "how many keys the row sees", least=2)
     json: bool = knob(False, "print JSON instead of a table")
@@ -39,18 +44,31 @@ def command(args, run=None):
     scores, found = torch.linspace(-args.spread, args.spread, args.keys), {}
     for name in names:
         w, extra = row_of(name, scores)
-        view = "first" if "diff" in attention.recipe(name) else None    # of the two of a differential recipe
-        found[name] = {"view": view, "on_keys": sum(w), "extra": extra, "zeros": w.count(0) / len(w), "largest": max(w),
-                       "weights": w}
+        # of the two of a differential recipe
+        view = "first" if "diff" in attention.recipe(name) else None
+        found[name] = {
+            "view": view,
+            "on_keys": sum(w),
+            "extra": extra,
+            "zeros": w.count(0) / len(w),
+            "largest": max(w),
+            "weights": w,
+        }
     numbers = {"scores": scores.tolist(), "recipes": found}
-    cells = [[shown(name, row), row["on_keys"], row["zeros"], row["largest"]] for name, row in found.items()]
-    return numbers, (f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
-                     + table(cells, ["recipe", "sum", "zeros", "largest weight"])
-                     + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0")
+    cells = [
+        [shown(name, row), row["on_keys"], row["zeros"], row["largest"]]
+        for name, row in found.items()
+    ]
+    return numbers, (
+        f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
+        + table(cells, ["recipe", "sum", "zeros", "largest weight"])
+        + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0"
+    )
 
 
 def shown(name, row):
-    """The recipe's name, and whether the row is that of its first view alone, from which it subtracts the second."""
+    """The recipe's name, and whether the row is that of its first view alone, from which it
+    subtracts the second."""
     return f"{name}, first view" if row["view"] else name
 
 
@@ -58,22 +76,37 @@ def row_of(name, scores):
     """The weights of one row, a list, and the weight of an extra key outside it (0 without one)."""
     axes = attention.recipe(name)
     if "mixer" in axes:
-        raise ValueError(f"{name} has a mixer and computes no weights from scores: choose a recipe without a mixer")
-    heads, T = 2 if axes.get("diff") == "v1" else 1, len(scores)        # v1 pairs heads
-    torch.manual_seed(0)                        # for learned vectors, such as an extra key
-    layer = attention.Attention(GPTConfig(
-        n_head=heads, n_embd=heads * WIDTH, block_size=T, attn=name, kernel="torch",
-        window=T if "window" in axes else 0), 0).eval()                 # a window that hides none of the keys
+        raise ValueError(
+            f"{name} has a mixer and computes no weights from scores: choose a recipe without a mixer"
+        )
+    heads, T = 2 if axes.get("diff") == "v1" else 1, len(scores)  # v1 pairs heads
+    torch.manual_seed(0)  # for learned vectors, such as an extra key
+    layer = attention.Attention(
+        GPTConfig(
+            n_head=heads,
+            n_embd=heads * WIDTH,
+            block_size=T,
+            attn=name,
+            kernel="torch",
+            window=T if "window" in axes else 0,
+        ),
+        0,
+    ).eval()  # a window that hides none of the keys
     # q and k lie in a plane. The cosine of key j is scores_j / most, and |q| |k| / sqrt(d) is most
     most = scores.abs().max().clamp(min=1e-6)
-    length, keys = (most * WIDTH ** 0.5).sqrt(), torch.zeros(T, WIDTH)
+    length, keys = (most * WIDTH**0.5).sqrt(), torch.zeros(T, WIDTH)
     keys[:, 0], keys[:, 1] = scores / most, (1 - (scores / most) ** 2).clamp(min=0).sqrt()
-    q, k = ((length * part).expand(1, layer.shapes[of][0], *part.shape)
-            for of, part in (("q", torch.eye(1, WIDTH)), ("k", keys)))
+    q, k = (
+        (length * part).expand(1, layer.shapes[of][0], *part.shape)
+        for of, part in (("q", torch.eye(1, WIDTH)), ("k", keys))
+    )
     with torch.no_grad():
-        w = (layer.weights_of(q, k, torch.zeros(1, 1, heads * WIDTH)) if layer.config.diff == "none" else
-             layer.views_of(q, k, None)[0])
-    outside = w.shape[-1] - T                   # w (1, heads, 1, T), or (..., 1 + T) with an extra key first
+        w = (
+            layer.weights_of(q, k, torch.zeros(1, 1, heads * WIDTH))
+            if layer.config.diff == "none"
+            else layer.views_of(q, k, None)[0]
+        )
+    outside = w.shape[-1] - T  # w (1, heads, 1, T), or (..., 1 + T) with an extra key first
     return w[0, 0, 0, outside:].tolist(), float(w[0, 0, 0, :outside].sum())
 
 
@@ -81,10 +114,18 @@ def draw(path, found):
     """Draw the weights against the scores, with a line for each recipe."""
     with figure_of(path, [3.6], [6]) as ((ax,),):
         for name, row in found["recipes"].items():
-            ax.plot(found["scores"], row["weights"], label=f"{shown(name, row)}: sums to {row['on_keys']:.2f}")
+            ax.plot(
+                found["scores"],
+                row["weights"],
+                label=f"{shown(name, row)}: sums to {row['on_keys']:.2f}",
+            )
         ax.legend(frameon=False, fontsize=8)
-        if of_cosines := [name for name in found["recipes"] if attention.recipe(name).get("qk_norm") == "l2"]:
-            most = found["scores"][-1] or 1     # --spread=0
-            cosines = ax.secondary_xaxis("top", functions=(lambda score: score / most, lambda cosine: cosine * most))
+        if of_cosines := [
+            name for name in found["recipes"] if attention.recipe(name).get("qk_norm") == "l2"
+        ]:
+            most = found["scores"][-1] or 1  # --spread=0
+            cosines = ax.secondary_xaxis(
+                "top", functions=(lambda score: score / most, lambda cosine: cosine * most)
+            )
             cosines.set_xlabel(f"cosine, which is the score of {', '.join(of_cosines)}")
         frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")

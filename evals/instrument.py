@@ -1,21 +1,25 @@
-"""The code that instruments share: flags, an opened run, ways to watch and change its attention, tables of text.
+"""The code that instruments share: flags, an opened run, ways to watch and change its attention,
+tables of text.
 
 An instrument is one file in this folder, with
 
     a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
     command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring begins -h
+                              result as a dict for JSON and as a table for people. Its docstring
+                              begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
     draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
-    page(path, found)         writes the page for --html, which is a flag of its own; see evals/maps.py
+    page(path, found)      writes the page for --html, which is a flag of its own; see evals/maps.py
     tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
                               their numbers, and those of numbers["mean"], side by side
     check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
 
-To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in tests/test_NAME.py.
+To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in
+tests/test_NAME.py.
 """
+
 import contextlib
 import dataclasses
 import glob
@@ -40,7 +44,15 @@ from common import files
 from common.flags import Knobs, fields_of, knob, with_recipe
 from common.machine import Machine
 from common.runs import (
-    flags_to_finish, load_weights, output_of, process_of, read_run, read_weights, run_with, what_is_new)
+    flags_to_finish,
+    load_weights,
+    output_of,
+    process_of,
+    read_run,
+    read_weights,
+    run_with,
+    what_is_new,
+)
 from data import tokens
 from evals.measures import NAMES, printed
 from model import GPT, GPTConfig
@@ -49,73 +61,104 @@ from model import GPT, GPTConfig
 @dataclass
 class Common(Knobs):
     """Flags of every command that looks at a run"""
+
     out_dir: str = knob("", "folder of the run; several runs: out/a,out/b or 'out/lab/*'")
-    dataset: str = knob("", "data set in the run's tokenizer: a name in data/ or the path of a folder; "
-                            "empty: the data set that the run was trained on")
+    dataset: str = knob(
+        "",
+        "data set in the run's tokenizer: a name in data/ or the path of a folder; "
+        "empty: the data set that the run was trained on",
+    )
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
-    dtype: str = knob("", "precision of matrix products; empty: float32, or auto for public weights; auto: the fastest",
-                      ("", "auto", "float32", "bfloat16", "float16"))
+    dtype: str = knob(
+        "",
+        "precision of matrix products; empty: float32, or auto for public weights; auto: the fastest",
+        ("", "auto", "float32", "bfloat16", "float16"),
+    )
     json: bool = knob(False, "print JSON instead of a table")
 
 
 @dataclass
 class Picture:
     """The picture"""
+
     png: str = knob("", "also draw a picture into this file")
 
 
-LONG = 1024                                     # the longest window that a laptop reads quickly
-LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"       # help of --length
+LONG = 1024  # the longest window that a laptop reads quickly
+LENGTH = f"tokens of a window; 0: block_size, but at most {LONG}"  # help of --length
 
 
 @dataclass
 class Windows(Knobs):
-    """The fixed windows that an instrument reads. Its own flags inherit these and may have other defaults"""
+    """The fixed windows that an instrument reads. Its own flags inherit these and may have other
+    defaults"""
+
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly", least=1)
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass", least=1)
 
 
-# these fields of GPTConfig are also flags of the instruments, which can change them in a trained model
-RECIPES = {"attn": {"help": "attention recipe in place of the run's own; several: softmax,elastic. "
-                            "With several, the flag of an axis or constant changes the recipes that have it, or all "
-                            "if none has it",
-                    "choices": None}}
-Overrides = dataclasses.make_dataclass("Overrides", [
-    (f.name, f.type, dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})))
-    for f in dataclasses.fields(GPTConfig)
-    if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)])
+# these fields of GPTConfig are also flags of the instruments, which can change them in a trained
+# model
+RECIPES = {
+    "attn": {
+        "help": "attention recipe in place of the run's own; several: softmax,elastic. "
+        "With several, the flag of an axis or constant changes the recipes that have it, or all "
+        "if none has it",
+        "choices": None,
+    }
+}
+Overrides = dataclasses.make_dataclass(
+    "Overrides",
+    [
+        (
+            f.name,
+            f.type,
+            dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})),
+        )
+        for f in dataclasses.fields(GPTConfig)
+        if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)
+    ],
+)
 Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 def runs_named(text):
-    """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises ValueError on others."""
+    """The runs that --out_dir names: "out/a,out/b", or a pattern such as "out/lab/*". Raises
+    ValueError on others."""
     places = {}
     for part in text.split(","):
         matching = sorted(str(Path(meta).parent) for meta in glob.glob(f"{part}/meta.json"))
-        places |= dict.fromkeys(matching or [part])                     # read_run complains about a missing one
+        places |= dict.fromkeys(matching or [part])  # read_run complains about a missing one
     for place in places:
         read_run(place)
     return list(places)
 
 
 class OpenedRun:
-    """A trained run: its model on this machine, its tokenizer, and a data set, which is opened at its first use.
-    common: a Common. overrides: {config field: value}, which replace the run's own. Raises ValueError if the weights or
-    the data do not fit the model."""
+    """A trained run: its model on this machine, its tokenizer, and a data set, which is opened at
+    its first use. common: a Common. overrides: {config field: value}, which replace the run's own.
+    Raises ValueError if the weights or the data do not fit the model."""
 
     def __init__(self, common, overrides):
         meta, checkpoint = read_run(common.out_dir)
-        self.machine = Machine(common.device, common.dtype or ("auto" if "source" in meta else "float32"))
-        self.model, self.meta = load_run(common.out_dir, self.machine.device, overrides, self.machine.dtype)
+        self.machine = Machine(
+            common.device, common.dtype or ("auto" if "source" in meta else "float32")
+        )
+        self.model, self.meta = load_run(
+            common.out_dir, self.machine.device, overrides, self.machine.dtype
+        )
         self.out_dir, self.overrides = checkpoint.parent, overrides
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
         self.has_weights = all(block.attn.has_weights for block in self.model.transformer.h)
         if not self.has_weights and self.machine.main:
-            print(f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
-                  "values: the weights shown are derivatives of outputs with respect to values", file=sys.stderr)
+            print(
+                f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
+                "values: the weights shown are derivatives of outputs with respect to values",
+                file=sys.stderr,
+            )
 
     def data_of(self, dataset):
         """The folder of a data set in the run's tokenizer, and its meta.json."""
@@ -140,8 +183,10 @@ class OpenedRun:
         return OpenedRun(common, overrides or {})
 
     def split(self, name):
-        knobs = self.meta["knobs"]              # with --docs=1, the run's own data is read as in training
-        return tokens.Tokens(self.data[0], name, knobs.get("docs", False) and self.dataset == knobs["dataset"])
+        knobs = self.meta["knobs"]  # with --docs=1, the run's own data is read as in training
+        return tokens.Tokens(
+            self.data[0], name, knobs.get("docs", False) and self.dataset == knobs["dataset"]
+        )
 
     @property
     def positions(self):
@@ -151,20 +196,28 @@ class OpenedRun:
     def check_positions(self, length, flag="length"):
         """Raise ValueError if the model cannot read the `length` tokens that this flag asks for."""
         if length > self.positions:
-            raise ValueError(f"--{flag}={length}, but --pos={self.model.config.pos} knows only its "
-                             f"block_size={self.positions} positions: give a smaller --{flag}")
+            raise ValueError(
+                f"--{flag}={length}, but --pos={self.model.config.pos} knows only its "
+                f"block_size={self.positions} positions: give a smaller --{flag}"
+            )
 
     def window(self, length, flag="length"):
-        """The number of tokens in a window, from the value of this flag. Prints a note if --window is not smaller."""
+        """The number of tokens in a window, from the value of this flag. Prints a note if --window
+        is not smaller."""
         config = self.model.config
         self.check_positions(length, flag)
         if length >= self.data_meta.get("stride", math.inf):
-            raise ValueError(f"--{flag}={length}, but the sequences of {self.data[0]} have "
-                             f"{self.data_meta['stride'] - 1} tokens: give a smaller --{flag}")
+            raise ValueError(
+                f"--{flag}={length}, but the sequences of {self.data[0]} have "
+                f"{self.data_meta['stride'] - 1} tokens: give a smaller --{flag}"
+            )
         length = length or min(config.block_size, LONG)
         if length <= config.window and self.machine.main:
-            print(f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
-                  f"give a larger --{flag}, or a smaller --window", file=sys.stderr)
+            print(
+                f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
+                f"give a larger --{flag}, or a smaller --window",
+                file=sys.stderr,
+            )
         return length
 
     def reads(self, split, windows, length):
@@ -178,19 +231,25 @@ def first_line(reads):
 
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
-    """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add have their initial
-    values. Memory holds the weights once; on a CPU, float32 weights stay mapped to the file. Matrices that serve only
-    in products (not a tied embedding) get the type dtype: else autocast would convert them in every pass."""
+    """A run's model on a device, in eval mode, and its meta.json. Parameters that overrides add
+    have their initial values. Memory holds the weights once; on a CPU, float32 weights stay mapped
+    to the file. Matrices that serve only in products (not a tied embedding) get the type dtype:
+    else autocast would convert them in every pass."""
     meta, path = read_run(out_dir)
-    config = model_config(meta["knobs"], overrides or {})       # chooses the kernel for this machine
+    config = model_config(meta["knobs"], overrides or {})  # chooses the kernel for this machine
     new = new_parameters(out_dir, overrides) if overrides else []
     # only new parameters need initial values; without them, shapes are enough
     with contextlib.nullcontext() if new else torch.device("meta"):
         model = GPT(config)
     state = read_weights(path)
-    large = tuple(f"{name}.weight" for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied)))
-    state = {name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
-             for name, value in state.items()}
+    large = tuple(
+        f"{name}.weight"
+        for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied))
+    )
+    state = {
+        name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
+        for name, value in state.items()
+    }
     load_weights(model, state, path, new, copy=False)
     if new:
         print(what_is_new(new, path), file=sys.stderr)
@@ -198,8 +257,8 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
 
 
 def new_parameters(out_dir, overrides):
-    """The names of the parameters that overrides add to a run. Raises ValueError if the run's own do not fit. It
-    compares shapes, and does not read the weights."""
+    """The names of the parameters that overrides add to a run. Raises ValueError if the run's own
+    do not fit. It compares shapes, and does not read the weights."""
     meta, path = read_run(out_dir)
     with torch.device("meta"):
         model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
@@ -209,18 +268,29 @@ def new_parameters(out_dir, overrides):
 
 
 def model_config(stored, given):
-    """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn, override them."""
-    return GPTConfig(**fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS)))
+    """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn,
+    override them."""
+    return GPTConfig(
+        **fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS))
+    )
 
 
 def train_if_missing(folder, flags, quiet=False):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a
-    separate process, unless the folder has a finished run with these flags that is newer than the run
-    of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no bar and
+    separate process, unless the folder has a finished run with these flags that is newer than the
+    run
+    of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no bar
+    and
     has one thread, because it is one of many."""
     meta, weights = run_with(folder, flags), folder / "ckpt.pt"
-    bases = (Path(flag.partition("=")[2]) / "ckpt.pt" for flag in flags if flag.startswith("--init_from="))
-    if "report" in meta and not any(base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases):
+    bases = (
+        Path(flag.partition("=")[2]) / "ckpt.pt"
+        for flag in flags
+        if flag.startswith("--init_from=")
+    )
+    if "report" in meta and not any(
+        base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases
+    ):
         return meta
     words = flags_to_finish(folder, flags)
     if quiet:
@@ -229,13 +299,17 @@ def train_if_missing(folder, flags, quiet=False):
     print(f"training {folder}: python train.py {' '.join(words)}", file=sys.stderr, flush=True)
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"{folder} was not finished: read the error above, and change its flags with --train_args")
+        raise ValueError(
+            f"{folder} was not finished: read the error above, and change its flags with --train_args"
+        )
     return files.read_json(folder / "meta.json")
 
 
 def each_done(work, jobs, workers=1):
-    """Yield (job, work(*job)) for each of a list of tuples, in their order, while `workers` of them run
+    """Yield (job, work(*job)) for each of a list of tuples, in their order, while `workers` of them
+    run
     at a time. A job that fails prints its error and yields nothing; the others go on."""
+
     def tried(job):
         try:
             return work(*job)
@@ -250,24 +324,29 @@ def each_done(work, jobs, workers=1):
                 yield job, result
 
 
-# ------------------------------------------------------------------------------------------ windows, watching attention
+# ---------------------------------------------------------------------- windows, watching attention
 
 
 def batches(run, args, length):
     """The windows of `length` tokens that the flags of Windows name, in batches (B, length + 1)."""
-    return window_batches(run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size, True)
+    return window_batches(
+        run.model, run.split(args.split), run.machine, length, args.windows, args.batch_size, True
+    )
 
 
-def window_batches(model, split, machine, length, count, batch_size, bar=False, share=False, packed=False):
-    """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last token is only a
-    target. The windows are spread evenly over the split, and every call yields the same ones. count: how many windows,
-    0 for as many as fit. bar: show the progress. share: the ranks share the windows; then a rank may have none. packed:
-    yield pairs of such a batch and GPT.forward's `starts`, which are None if the split was opened without documents."""
+def window_batches(
+    model, split, machine, length, count, batch_size, bar=False, share=False, packed=False
+):
+    """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last
+    token is only a target. The windows are spread evenly over the split, and every call yields the
+    same ones. count: how many windows, 0 for as many as fit. bar: show the progress. share: the
+    ranks share the windows; then a rank may have none. packed: yield pairs of such a batch and
+    GPT.forward's `starts`, which are None if the split was opened without documents."""
     starts = tokens.fixed_windows(split, length, count)
     if share:
-        starts = starts[machine.rank::machine.world]
+        starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        some, first = starts[i:i + batch_size], None
+        some, first = starts[i : i + batch_size], None
         rows = split.windows(some, length + 1, model.config.vocab_size)
         if packed and split.documents is not None:
             first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
@@ -283,25 +362,28 @@ def progress(steps, shown):
 
 @torch.no_grad()
 def watch(model, see, idx, machine, starts=None):
-    """The model reads tokens idx (B, T), and every layer calls see(layer, module, q, k, v, x, table) before it attends.
-    `layer` counts the blocks from 0, `module` is the block's attention, the rest are the arguments of its attend.
-    starts: see GPT.forward."""
+    """The model reads tokens idx (B, T), and every layer calls see(layer, module, q, k, v, x,
+    table) before it attends. `layer` counts the blocks from 0, `module` is the block's attention,
+    the rest are the arguments of its attend. starts: see GPT.forward."""
     with instead(model, seeing(see)), machine.autocast():
         model(idx, starts=starts)
 
 
 def seeing(see):
     """A `replacement` for `instead` that calls see and leaves attention unchanged."""
+
     def see_and_attend(attend, *inputs):
         see(*inputs)
         return attend(*inputs[2:])
+
     return see_and_attend
 
 
 @contextlib.contextmanager
 def instead(model, replacement):
-    """Inside this context every attention layer of a model calls replacement(attend, layer, module, q, k, v, x, table)
-    instead of its own attend(q, k, v, x, table), to change its inputs or its output."""
+    """Inside this context every attention layer of a model calls replacement(attend, layer, module,
+    q, k, v, x, table) instead of its own attend(q, k, v, x, table), to change its inputs or its
+    output."""
     modules = [module for module in model.modules() if isinstance(module, Layer)]
     for layer, module in enumerate(modules):
         module.attend = partial(replacement, module.attend, layer, module)  # hides the method
@@ -312,19 +394,25 @@ def instead(model, replacement):
             del module.attend
 
 
-# ----------------------------------------------------------------------------------------------------- lists and tables
+# --------------------------------------------------------------------------------- lists and tables
 
 
 def whole_numbers(text, flag="", least=0):
-    """The list in "256,1024", the value of this flag. Raises ValueError on anything else and on less than `least`."""
-    if not text or not all(number.isdecimal() and int(number) >= least for number in text.split(",")):
+    """The list in "256,1024", the value of this flag. Raises ValueError on anything else and on
+    less than `least`."""
+    if not text or not all(
+        number.isdecimal() and int(number) >= least for number in text.split(",")
+    ):
         bound = f" of at least {least}" if least else ""
-        raise ValueError(f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas")
+        raise ValueError(
+            f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas"
+        )
     return [int(number) for number in text.split(",")]
 
 
 def recipe_names(text):
-    """The list in "softmax,elastic"; for "all", every recipe that can be trained. Raises ValueError on unknown ones."""
+    """The list in "softmax,elastic"; for "all", every recipe that can be trained. Raises ValueError
+    on unknown ones."""
     names = mixers.trained_recipes() if text == "all" else text.split(",")
     for name in names:
         attention.recipe(name)
@@ -332,17 +420,23 @@ def recipe_names(text):
 
 
 def overrides_of(recipes, given):
-    """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row in ATTENTIONS sets
-    it, and a constant of --attn_args those that have it. If none does, and for any other flag, it reaches all."""
+    """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row
+    in ATTENTIONS sets it, and a constant of --attn_args those that have it. If none does, and for
+    any other flag, it reaches all."""
     configs = {attn: GPTConfig(attn=attn) for attn in recipes}
     axes = {attn: set(config.recipe) for attn, config in configs.items()}
-    named = {attn: set(constants(config, mixers.MIXERS[config.mixer].axes)) for attn, config in configs.items()}
+    named = {
+        attn: set(constants(config, mixers.MIXERS[config.mixer].axes))
+        for attn, config in configs.items()
+    }
     found = {}
     for attn in recipes:
         # what only the other recipes have. MagicPIG's constant `first` is not the axis of that name
         foreign_axes = set().union(*axes.values()) - axes[attn]
         foreign_args = set().union(*named.values()) - named[attn]
-        changed = {name: value for name, value in given.items() if name not in foreign_axes} | {"attn": attn}
+        changed = {name: value for name, value in given.items() if name not in foreign_axes} | {
+            "attn": attn
+        }
         args = changed.pop("attn_args", "").split(",")
         if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign_args):
             changed["attn_args"] = args
@@ -352,9 +446,13 @@ def overrides_of(recipes, given):
 
 def table(rows, header):
     """Right-aligned columns as text. A cell is a string, a number, or None if there is no value."""
-    cells = [header] + [[c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows]
+    cells = [header] + [
+        [c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(
+        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells
+    )
 
 
 def markdown(rows, header):
@@ -372,36 +470,50 @@ def legend(meanings):
 
 
 def explained(lines, meanings, first):
-    """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}. Columns without a value
-    are left out. first: the title of the names."""
-    meanings = {column: meaning for column, meaning in meanings.items()
-                if any(line.get(column) is not None for line in lines.values())}
+    """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}.
+    Columns without a value are left out. first: the title of the names."""
+    meanings = {
+        column: meaning
+        for column, meaning in meanings.items()
+        if any(line.get(column) is not None for line in lines.values())
+    }
     rows = [[name, *map(line.get, meanings)] for name, line in lines.items()]
-    return (f"{table(rows, [first, *map(printed, meanings)])}\n\n"
-            + legend({printed(column): meaning for column, meaning in meanings.items()}))
+    return f"{table(rows, [first, *map(printed, meanings)])}\n\n" + legend(
+        {printed(column): meaning for column, meaning in meanings.items()}
+    )
 
 
 def with_meanings(figures, meanings):
-    """Figures {key: value} as lines: name, value, meaning, and the key where the name differs from it."""
+    """Figures {key: value} as lines: name, value, meaning, and the key where the name differs from
+    it."""
     names = {key: printed(key) for key in figures}
     width = max(map(len, names.values()))
-    return "\n".join(f"{names[key]:{width}}  {value:7.4f}  {meanings[key]}" + f" ({key})" * (names[key] != key)
-                     for key, value in figures.items())
+    return "\n".join(
+        f"{names[key]:{width}}  {value:7.4f}  {meanings[key]}" + f" ({key})" * (names[key] != key)
+        for key, value in figures.items()
+    )
 
 
 def one_after_another(found, texts):
-    """The texts of several runs, and their numbers side by side, also those of numbers["mean"] and numbers["lab"].
-    found: {run: numbers}; texts: {run: text}."""
+    """The texts of several runs, and their numbers side by side, also those of numbers["mean"] and
+    numbers["lab"]. found: {run: numbers}; texts: {run: text}."""
     if len(found) == 1:
         return texts[next(iter(found))]
     columns = []
     for numbers in found.values():
         mean, lab = numbers.get("mean", {}), numbers.get("lab", {})
-        columns.append({printed(key) if key in NAMES else f"mean {key}": value for key, value in mean.items()}
-                       | {printed(key): value for key, value in lab.items() if key not in mean} | numbers)
-    keys = dict.fromkeys(key for column in columns for key, value in column.items() if isinstance(value, float))
+        columns.append(
+            {printed(key) if key in NAMES else f"mean {key}": value for key, value in mean.items()}
+            | {printed(key): value for key, value in lab.items() if key not in mean}
+            | numbers
+        )
+    keys = dict.fromkeys(
+        key for column in columns for key, value in column.items() if isinstance(value, float)
+    )
     rows = [[key, *(column.get(key) for column in columns)] for key in keys]
-    parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [table(rows, ["", *found])] * bool(rows)
+    parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [
+        table(rows, ["", *found])
+    ] * bool(rows)
     return "\n\n".join(parts)
 
 

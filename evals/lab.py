@@ -9,6 +9,7 @@ The command starts train.py once for each recipe and seed. At its end, train.py 
 (evals/report.py) and writes the figures to meta.json. The command collects them in a table, a JSON
 file and a picture.
 """
+
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,13 @@ from common.flags import knob
 from common.runs import ROOT
 from evals.board import RECIPES
 from evals.instrument import (
-    each_done, markdown, recipe_names, table, train_if_missing, whole_numbers)
+    each_done,
+    markdown,
+    recipe_names,
+    table,
+    train_if_missing,
+    whole_numbers,
+)
 from evals.pictures import draw_recipes
 
 # The tables of When Attention Sink Emerges (2410.10781, section 7): {table: {row: our flags of
@@ -33,7 +40,7 @@ from evals.pictures import draw_recipes
 # (Sink*), and the validation loss in nats a token. Our models have the lab's one layer with one
 # head, and our loss is the excess over the true process. So only the order of rows can be compared.
 SWEEPS = {
-    "pos": {                                    # table 3
+    "pos": {  # table 3
         "none": ("--attn=softmax --pos=none", None, 20.35, 3.81),
         "sinusoidal": ("--attn=softmax --pos=sinusoidal", None, 32.73, 3.74),
         "learned": ("--attn=softmax", None, 33.13, 3.79),
@@ -41,14 +48,20 @@ SWEEPS = {
         "t5_index": ("--attn=softmax --pos=t5_index", None, 35.53, 5.45),
         "t5": ("--attn=softmax --pos=t5", None, None, None),
         "alibi": ("--attn=softmax --pos=alibi", None, 20.78, 3.71),
-        "rope": ("--attn=softmax --pos=rope", None, 18.18, 3.73)},
-    "norm_place": {                             # section 7.2
+        "rope": ("--attn=softmax --pos=rope", None, 18.18, 3.73),
+    },
+    "norm_place": {  # section 7.2
         "pre": ("--attn=softmax", None, 18.18, 3.73),
         "post": ("--attn=softmax --norm_place=post", None, 13.54, None),
         "out": ("--attn=softmax --norm_place=out", None, None, None),
-        "out, queries and keys normed": (       # as in OLMo 2
-            "--attn=softmax --norm_place=out --qk_norm=all", None, None, None)},
-    "bias": {                                   # table 4, and the questions of tables 12 and 13
+        "out, queries and keys normed": (  # as in OLMo 2
+            "--attn=softmax --norm_place=out --qk_norm=all",
+            None,
+            None,
+            None,
+        ),
+    },
+    "bias": {  # table 4, and the questions of tables 12 and 13
         "softmax": ("--attn=softmax", None, 18.18, 3.73),
         "sink_token": ("--attn=sink_token", 74.12, 0.0, 3.72),
         "kv_bias": ("--attn=kv_bias", 72.76, 0.04, 3.72),
@@ -60,19 +73,33 @@ SWEEPS = {
         "4 heads, k_bias": ("--attn=k_bias --n_head=4", None, None, None),
         "4 heads, kv_bias": ("--attn=kv_bias --n_head=4", None, None, None),
         "4 heads, one k_bias": (
-            "--attn=k_bias --n_head=4 --attn_args=bias_shared=1", None, None, None),
+            "--attn=k_bias --n_head=4 --attn_args=bias_shared=1",
+            None,
+            None,
+            None,
+        ),
         "4 heads, one kv_bias": (
-            "--attn=kv_bias --n_head=4 --attn_args=bias_shared=1", None, None, None)},
-    "value_norm": {                             # table 5
+            "--attn=kv_bias --n_head=4 --attn_args=bias_shared=1",
+            None,
+            None,
+            None,
+        ),
+    },
+    "value_norm": {  # table 5
         "0": ("--attn=kv_bias --attn_args=value_norm=0,value_even=1", 73.34, 0.0, 3.72),
         "1 on an axis": ("--attn=kv_bias --attn_args=value_norm=1,value_even=0", 70.03, 0.06, 3.72),
         "5 on an axis": ("--attn=kv_bias --attn_args=value_norm=5,value_even=0", 44.43, 3.71, 3.72),
         "20 on an axis": (
-            "--attn=kv_bias --attn_args=value_norm=20,value_even=0", 1.51, 25.88, 3.71),
+            "--attn=kv_bias --attn_args=value_norm=20,value_even=0",
+            1.51,
+            25.88,
+            3.71,
+        ),
         "1 evenly": ("--attn=kv_bias --attn_args=value_norm=1,value_even=1", 69.74, 2.15, 3.72),
         "5 evenly": ("--attn=kv_bias --attn_args=value_norm=5,value_even=1", 27.99, 5.93, 3.72),
-        "20 evenly": ("--attn=kv_bias --attn_args=value_norm=20,value_even=1", 0.0, 11.21, 3.73)},
-    "rule": {                                   # table 6; its sinks are shares of the row's sum
+        "20 evenly": ("--attn=kv_bias --attn_args=value_norm=20,value_even=1", 0.0, 11.21, 3.73),
+    },
+    "rule": {  # table 6; its sinks are shares of the row's sum
         "softmax": ("--attn=softmax", None, 18.18, 3.73),
         "sigmoid_raw": ("--attn=sigmoid_raw", None, 0.44, 3.7),
         "sigmoid_norm": ("--attn=sigmoid_norm", None, 30.24, 3.74),
@@ -80,20 +107,38 @@ SWEEPS = {
         "linear": ("--attn=linear", None, 53.65, 4.19),
         "identity": ("--attn=identity", None, 0.0, 3.99),
         "mlp_norm": ("--attn=mlp_norm", None, 0.19, 3.85),
-        "mlp": ("--attn=mlp", None, 0.74, 3.91)},
+        "mlp": ("--attn=mlp", None, 0.74, 3.91),
+    },
 }
 # {column: a figure of lab_figures.py}
 COLUMNS = {
-    "excess": "excess_loss", "on copy": "excess_copy", "on idle": "excess_idle",
-    "sink idle": "sink_idle", "sink copy": "sink_copy", "share": "share_idle",
-    "x uniform": "times_uniform_idle", "mass": "row_mass_idle", "extra": "extra_idle",
-    "zeros": "sparsity", "empty": "empty_rows", "|v0|/|v|": "value_norm_ratio",
-    "zero": "zero_cost", "hide": "hide_cost"}
+    "excess": "excess_loss",
+    "on copy": "excess_copy",
+    "on idle": "excess_idle",
+    "sink idle": "sink_idle",
+    "sink copy": "sink_copy",
+    "share": "share_idle",
+    "x uniform": "times_uniform_idle",
+    "mass": "row_mass_idle",
+    "extra": "extra_idle",
+    "zeros": "sparsity",
+    "empty": "empty_rows",
+    "|v0|/|v|": "value_norm_ratio",
+    "zero": "zero_cost",
+    "hide": "hide_cost",
+}
 SWEEP_COLUMNS = {
-    "Sink*": "extra_eps", "Sink_1": "sink_eps", "sink idle": "sink_idle", "share": "share_idle",
-    "extra": "extra_idle", "|v0|/|v|": "value_norm_ratio", "zero": "zero_cost",
-    "excess": "excess_loss", "on copy": "excess_copy"}
-PANELS = {                                      # {figure: (title, ends of the axis)}
+    "Sink*": "extra_eps",
+    "Sink_1": "sink_eps",
+    "sink idle": "sink_idle",
+    "share": "share_idle",
+    "extra": "extra_idle",
+    "|v0|/|v|": "value_norm_ratio",
+    "zero": "zero_cost",
+    "excess": "excess_loss",
+    "on copy": "excess_copy",
+}
+PANELS = {  # {figure: (title, ends of the axis)}
     "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
     "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
     "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
@@ -104,15 +149,21 @@ PANELS = {                                      # {figure: (title, ends of the a
 @dataclass
 class Lab:
     """Flags of lab"""
+
     attn: str = knob("all", "recipes, separated by commas")
-    sweep: str = knob("", "instead of recipes, repeat this table of When Attention Sink Emerges",
-                      ("", *SWEEPS))
+    sweep: str = knob(
+        "", "instead of recipes, repeat this table of When Attention Sink Emerges", ("", *SWEEPS)
+    )
     seeds: str = knob("2,3,4", "seeds, separated by commas")
-    out_dir: str = knob("out/lab", "folder of the runs, a subfolder each; finished runs are not "
-                                   "trained again")
-    results: str = knob("", "save the table, the figures and the picture as this name with .md, "
-                            ".json and .png; empty: results/lab, or OUT_DIR/lab if this is not the "
-                            "whole lab")
+    out_dir: str = knob(
+        "out/lab", "folder of the runs, a subfolder each; finished runs are not trained again"
+    )
+    results: str = knob(
+        "",
+        "save the table, the figures and the picture as this name with .md, "
+        ".json and .png; empty: results/lab, or OUT_DIR/lab if this is not the "
+        "whole lab",
+    )
     train_args: str = knob("", "further flags of train.py, separated by spaces")
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -130,23 +181,39 @@ def command(args, run):
         # models of sweeps are named by their flags: those of several tables are trained once
         name = folder_name(models[row]) if args.sweep else row
         folder = Path(args.out_dir) / f"{name}-{seed}"
-        return train_if_missing(folder, [
-            "--preset=lab", f"--seed={seed}", f"--out_dir={folder}", *models[row].split(),
-            *args.train_args.split()], quiet=True)
+        return train_if_missing(
+            folder,
+            [
+                "--preset=lab",
+                f"--seed={seed}",
+                f"--out_dir={folder}",
+                *models[row].split(),
+                *args.train_args.split(),
+            ],
+            quiet=True,
+        )
 
     # seed by seed: an interrupted lab has all models of its first seeds
     jobs = [(row, seed) for seed in seeds for row in models]
     metas = dict(each_done(trained, jobs))
     if failed := [f"{row} with seed {seed}" for row, seed in jobs if (row, seed) not in metas]:
-        raise ValueError(f"not finished: {', '.join(failed)}. Read the errors above, and change "
-                         "flags with --train_args")
+        raise ValueError(
+            f"not finished: {', '.join(failed)}. Read the errors above, and change "
+            "flags with --train_args"
+        )
     runs = {}
     for row in models:
         group = [metas[row, seed] for seed in seeds]
-        runs[row] = [{"parameters": meta["parameters"], "seconds": meta["seconds"]} | meta["report"]
-                     for meta in group]
-    numbers = {"flags": dataclasses.asdict(args), "machine": group[0]["machine"],
-               "versions": group[0]["versions"], "runs": runs}
+        runs[row] = [
+            {"parameters": meta["parameters"], "seconds": meta["seconds"]} | meta["report"]
+            for meta in group
+        ]
+    numbers = {
+        "flags": dataclasses.asdict(args),
+        "machine": group[0]["machine"],
+        "versions": group[0]["versions"],
+        "runs": runs,
+    }
     # only a whole lab may replace the committed results
     whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
@@ -165,7 +232,7 @@ def lab_flags(recipe):
     axes, flags = attention.recipe(recipe), f"--attn={recipe}"
     if "window" in axes:
         flags += " --window=16"
-    if axes.get("diff") == "v1":                # it pairs heads
+    if axes.get("diff") == "v1":  # it pairs heads
         flags += " --n_head=2"
     # with its own beta of 1 hardly any key passes the threshold, so q and k would get no gradient
     if axes["rule"] == "tra":
@@ -193,8 +260,10 @@ def rows_of(runs, sweep=""):
             rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
         else:
             exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-            cells += [f"{np.mean([figures[key] for figures in group]):.0f}"
-                      for key in ("parameters", "seconds")]
+            cells += [
+                f"{np.mean([figures[key] for figures in group]):.0f}"
+                for key in ("parameters", "seconds")
+            ]
             rows.append([name if exact else f"{name} (derivatives)", *cells])
     if sweep:
         return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]

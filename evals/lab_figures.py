@@ -1,4 +1,6 @@
-"""The figures of the sink lab: a run's loss less the best possible one, and its attention in *idle* and *copy* rows."""
+"""The figures of the sink lab: a run's loss less the best possible one, and its attention in *idle*
+and *copy* rows."""
+
 import math
 
 import torch
@@ -8,18 +10,19 @@ from evals.ablate import every_head, key_hidden, losses_with, value_zeroed
 from evals.instrument import seeing, window_batches
 from evals.measures import Probe, mean_of
 
-FIRST_ROW = 8                                   # earlier rows see few keys, and are neither idle nor copy
+FIRST_ROW = 8  # earlier rows see few keys, and are neither idle nor copy
 
 
 def lab_figures(model, split, data_meta, machine, count=256):
     """Every figure of the sink lab on `count` fixed sequences, as {name: value}.
 
-    Losses are the excess over the loss of the true process, so 0 is perfect. *Copy* rows are queries at triggers,
-    *idle* rows all others, both from position 8. zero_cost is the increase of the loss when the first token's value is
-    zero, hide_cost the increase when no later row sees the first key (the rows' counts n do not change).
+    Losses are the excess over the loss of the true process, so 0 is perfect. *Copy* rows are
+    queries at triggers, *idle* rows all others, both from position 8. zero_cost is the increase of
+    the loss when the first token's value is zero, hide_cost the increase when no later row sees the
+    first key (the rows' counts n do not change).
     """
     T = model.config.block_size
-    rows, = window_batches(model, split, machine, T, count, count)             # whole sequences (N, T + 1)
+    (rows,) = window_batches(model, split, machine, T, count, count)  # whole sequences (N, T + 1)
     bayes, trigger = true_process(rows, data_meta)
     kinds = kinds_of_rows(trigger) | {"all": torch.ones_like(trigger)}
     probes = {kind: [Probe() for _ in model.transformer.h] for kind in kinds}
@@ -33,29 +36,49 @@ def lab_figures(model, split, data_meta, machine, count=256):
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
     excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
     mean = {kind: mean_of(layers) for kind, layers in probes.items()}
-    figures = {"excess_loss": excess["all"], "excess_copy": excess["copy"], "excess_idle": excess["idle"]}
-    figures |= {f"{name}_{kind}": mean[kind][name]
-                for name in ("sink", "share", "times_uniform", "row_mass", "extra") for kind in ("idle", "copy")}
-    figures |= {name: mean["all"][name] for name in (
-        "value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")}
-    figures |= {"zero_cost": (zero - as_is).mean().item(), "hide_cost": (hide - as_is).mean().item()}
-    return {name: value for name, value in figures.items() if not math.isnan(value)}    # nan: undefined for this recipe
+    figures = {
+        "excess_loss": excess["all"],
+        "excess_copy": excess["copy"],
+        "excess_idle": excess["idle"],
+    }
+    figures |= {
+        f"{name}_{kind}": mean[kind][name]
+        for name in ("sink", "share", "times_uniform", "row_mass", "extra")
+        for kind in ("idle", "copy")
+    }
+    figures |= {
+        name: mean["all"][name]
+        for name in ("value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")
+    }
+    figures |= {
+        "zero_cost": (zero - as_is).mean().item(),
+        "hide_cost": (hide - as_is).mean().item(),
+    }
+    # nan: undefined for this recipe
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
 def kinds_of_rows(trigger):
-    """Which queries are of a kind, {"idle", "copy": (N, T)}. trigger (N, T): which tokens are triggers."""
+    """Which queries are of a kind, {"idle", "copy": (N, T)}. trigger (N, T): which tokens are
+    triggers."""
     late = torch.arange(trigger.shape[1], device=trigger.device) >= FIRST_ROW
     return {"idle": ~trigger & late, "copy": trigger & late}
 
 
 def true_process(rows, data_meta):
-    """Of sequences (N, T + 1): each target's loss under the true process, (N, T), and which queries are triggers."""
+    """Of sequences (N, T + 1): each target's loss under the true process, (N, T), and which queries
+    are triggers."""
     x, y = rows[:, :-1], rows[:, 1:]
-    symbols = data_meta["symbols"]              # larger ids, BOS and the fixed token, are never copied
-    before = F.pad(x[:, :-1], (1, 0), value=symbols)                    # no token precedes the first query
+    symbols = data_meta["symbols"]  # larger ids, BOS and the fixed token, are never copied
+    before = F.pad(x[:, :-1], (1, 0), value=symbols)  # no token precedes the first query
     trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
-    bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)   # (ids, symbols)
-    # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row decides
-    p = torch.where(trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)])
-    p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0        # the fixed token's place is known
+    # (ids, symbols)
+    bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)
+    # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row
+    # decides
+    p = torch.where(
+        trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)]
+    )
+    # the fixed token's place is known
+    p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0
     return -p.log(), trigger

@@ -2,6 +2,7 @@
 
 A batch holds only inputs of the same length, so none of them needs padding.
 """
+
 from typing import NamedTuple
 
 import torch
@@ -11,16 +12,19 @@ from evals.instrument import progress
 
 class Answer(NamedTuple):
     """What a model says of a continuation."""
-    loglik: float                               # sum over its tokens, in nats
-    greedy: bool                                # was each of them the likeliest?
+
+    loglik: float  # sum over its tokens, in nats
+    greedy: bool  # was each of them the likeliest?
 
 
 def text_tokenizer(run):
     """The tokenizer of a run that was trained on text. Raises ValueError if its tokens are
     symbols."""
     if run.tokenizer.name == "numbers":
-        raise ValueError(f"the tokens of {run.out_dir} are symbols that spell no text: "
-                         "name a run trained on text")
+        raise ValueError(
+            f"the tokens of {run.out_dir} are symbols that spell no text: "
+            "name a run trained on text"
+        )
     return run.tokenizer
 
 
@@ -33,7 +37,7 @@ def batches(inputs, batch_size):
         by_length.setdefault(len(ids), []).append(number)
     for length, numbers in sorted(by_length.items(), reverse=True):
         size = max(1, batch_size // length)
-        found += [numbers[i:i + size] for i in range(0, len(numbers), size)]
+        found += [numbers[i : i + size] for i in range(0, len(numbers), size)]
     return found
 
 
@@ -41,24 +45,26 @@ def batches(inputs, batch_size):
 def answers(model, machine, requests, batch_size):
     """The model's Answers to requests (ids, count): how likely are the last `count` ids after those
     before them? The ranks share the batches. Raises ValueError if an answer is not finite."""
-    found = torch.zeros(len(requests), 2, dtype=torch.float64)      # zero where another rank reads
+    found = torch.zeros(len(requests), 2, dtype=torch.float64)  # zero where another rank reads
     todo = batches([ids[:-1] for ids, _ in requests], batch_size)
-    with machine.autocast():                    # one for all: each autocast converts the weights
-        for batch in progress(todo[machine.rank::machine.world], machine.main):
+    with machine.autocast():  # one for all: each autocast converts the weights
+        for batch in progress(todo[machine.rank :: machine.world], machine.main):
             counts = [requests[number][1] for number in batch]
             ids = torch.tensor([requests[number][0] for number in batch], device=machine.device)
-            logits = model(ids[:, :-1], last=max(counts))[0]        # (B, max count, V)
+            logits = model(ids[:, :-1], last=max(counts))[0]  # (B, max count, V)
             for number, count, row, wanted in zip(batch, counts, logits, ids, strict=True):
                 row, wanted = row[-count:].float(), wanted[-count:, None]
-                own = row.gather(-1, wanted)                        # (count, 1)
+                own = row.gather(-1, wanted)  # (count, 1)
                 logprob = (own - row.logsumexp(-1, keepdim=True)).cpu().double()
                 greedy = (row.argmax(-1, keepdim=True) == wanted).all().cpu()
                 found[number] = torch.stack([logprob.sum(), greedy])
     total = machine.sum(*found.flatten().tolist())
     found = torch.tensor(total, dtype=found.dtype).view(found.shape)
     if not found.isfinite().all():
-        raise ValueError("the model's log-likelihoods are not finite: try --dtype=float32, and "
-                         "look at its loss with python eval.py loss")
+        raise ValueError(
+            "the model's log-likelihoods are not finite: try --dtype=float32, and "
+            "look at its loss with python eval.py loss"
+        )
     return [Answer(loglik, bool(greedy)) for loglik, greedy in found.tolist()]
 
 
@@ -70,5 +76,5 @@ def generated(model, machine, prompts, batch_size, count, **how):
         for batch in progress(batches(prompts, batch_size), machine.main):
             idx = torch.tensor([prompts[number] for number in batch], device=machine.device)
             ids = model.generate(idx, count, **how)
-            found |= zip(batch, ids[:, idx.shape[1]:].tolist(), strict=True)
+            found |= zip(batch, ids[:, idx.shape[1] :].tolist(), strict=True)
     return [found[number] for number in range(len(prompts))]

@@ -6,6 +6,7 @@
 The second command prints a table of several runs, and draws their losses during training. Runs
 that differ only in the seed become one row of the table and one line of the picture.
 """
+
 import csv
 import math
 from dataclasses import asdict, dataclass
@@ -28,31 +29,38 @@ from evals.pictures import figure_of, frame
 @dataclass
 class Loss(Windows):
     """Flags of loss"""
+
     windows: int = knob(0, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(16, "windows per forward pass")
 
 
 # knobs in which runs of one row may differ
 ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
-ADVICE = {"tokenizer": "look at one run after another",
-          "training data (hash)": "name data for all with --dataset",
-          "block_size": "set one for all with --length"}
+ADVICE = {
+    "tokenizer": "look at one run after another",
+    "training data (hash)": "name data for all with --dataset",
+    "block_size": "set one for all with --length",
+}
 
 
 def check(args, places, dataset):
-    """Raise ValueError if these runs would not read the same windows. dataset: that of --dataset."""
+    """Raise ValueError if these runs would not read the same windows. dataset: that of
+    --dataset."""
     first = None
     for place in places:
         meta = read_run(place)[0]
-        reads = {"tokenizer": meta.get("tokenizer"),
-                 "training data (hash)": dataset or meta.get("data_hash"),
-                 "block_size": args.length or meta["knobs"]["block_size"]}
+        reads = {
+            "tokenizer": meta.get("tokenizer"),
+            "training data (hash)": dataset or meta.get("data_hash"),
+            "block_size": args.length or meta["knobs"]["block_size"],
+        }
         first = first or reads
         for name, value in reads.items():
             if value != first[name]:
                 raise ValueError(
                     f"{places[0]} and {place} differ in {name}: {first[name]} and {value}. Only "
-                    f"losses on the same windows can be compared: {ADVICE[name]}")
+                    f"losses on the same windows can be compared: {ADVICE[name]}"
+                )
 
 
 def command(args, run):
@@ -63,11 +71,14 @@ def command(args, run):
     loss, error = mean_and_error(losses)
     knobs = run.meta["knobs"] | asdict(run.model.config)
     return run.reads(args.split, len(losses), length) | {
-        "loss": loss, "loss_error": error,
-        "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split), "losses": losses.tolist(),
+        "loss": loss,
+        "loss_error": error,
+        "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split),
+        "losses": losses.tolist(),
         "knobs": {name: knobs[name] for name in knobs if name not in ALIKE},
         # a run under other choices than its own was not trained so
-        "log": None if run.overrides else str(run.out_dir / "log.csv")}, ""
+        "log": None if run.overrides else str(run.out_dir / "log.csv"),
+    }, ""
 
 
 def tell(args, found):
@@ -79,16 +90,25 @@ def tell(args, found):
         return f"{first_line(first)}\n\n{shown}\n\n+-: standard error over the windows"
     rows, best = [], None
     for label, group in groups_of(found).items():
-        losses = np.mean([numbers["losses"] for numbers in group], 0)   # (windows,)
+        losses = np.mean([numbers["losses"] for numbers in group], 0)  # (windows,)
         more = (None, None) if best is None else mean_and_error(losses - best)
         best = losses if best is None else best
         means, bits = ([run[name] for run in group] for name in ("loss", "bits_per_byte"))
-        rows.append([label, str(len(group)), fmean(means), stdev(means) if len(group) > 1 else None,
-                     None if None in bits else fmean(bits), *more])
+        rows.append(
+            [
+                label,
+                str(len(group)),
+                fmean(means),
+                stdev(means) if len(group) > 1 else None,
+                None if None in bits else fmean(bits),
+                *more,
+            ]
+        )
     meanings = {
         "deviation": "standard deviation over seeds; with fewer than three it says little",
         "more": "than the first row, on the same windows",
-        "+-": "standard error of this difference over the windows, not over the seeds"}
+        "+-": "standard error of this difference over the windows, not over the seeds",
+    }
     header = ["", "runs", "loss", "deviation", "bits per byte", "more", "+-"]
     return f"{first_line(first)}\n\n{table(rows, header)}\n\n{legend(meanings)}"
 
@@ -123,7 +143,7 @@ def draw(path, found):
             steps, values = curves(group, "val_loss")
             mean = values.mean(0)
             dot = "o" if len(steps) == 1 else None
-            line, = ax.plot(steps, mean, marker=dot, label=f"{label}, runs: {len(group)}")
+            (line,) = ax.plot(steps, mean, marker=dot, label=f"{label}, runs: {len(group)}")
             colour = line.get_color()
             if len(group) > 1:
                 deviation = values.std(0, ddof=1)
@@ -131,8 +151,12 @@ def draw(path, found):
             steps, values = curves(group, "train_loss")
             ax.plot(steps, values.mean(0), ":", color=colour, linewidth=0.8)
         ax.legend(frameon=False, fontsize=8)
-        frame(ax, "val_loss, and train_loss (dotted); bands: one standard deviation over seeds",
-              "step", "nats per token")
+        frame(
+            ax,
+            "val_loss, and train_loss (dotted); bands: one standard deviation over seeds",
+            "step",
+            "nats per token",
+        )
 
 
 def curves(group, column):
@@ -142,8 +166,10 @@ def curves(group, column):
     for numbers in group:
         log = numbers["log"]
         if not log or not Path(log).exists():
-            raise ValueError(f"there is no curve of {numbers['knobs']['attn']}: only a run that was "
-                             "trained here, as it is now, has a log.csv. Leave out --png")
+            raise ValueError(
+                f"there is no curve of {numbers['knobs']['attn']}: only a run that was "
+                "trained here, as it is now, has a log.csv. Leave out --png"
+            )
         try:
             with open(log, newline="") as f:
                 rows = [row for row in csv.DictReader(f) if row[column]]
@@ -156,13 +182,16 @@ def curves(group, column):
 
 @torch.no_grad()
 def mean_loss(model, split, machine, count, batch_size, share=True):
-    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share: the ranks share the
-    windows. A sharded model needs all ranks for each pass, so there every rank reads every window."""
+    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share:
+    the ranks share the windows. A sharded model needs all ranks for each pass, so there every rank
+    reads every window."""
     training, total, seen = model.training, 0.0, 0
-    model.eval()                                # no dropout; train.py calls this between two steps
+    model.eval()  # no dropout; train.py calls this between two steps
     T = model.config.block_size
-    for rows, starts in window_batches(model, split, machine, T, count, batch_size, share=share, packed=True):
-        with machine.autocast():                # a mean over B windows; the last batch may have fewer
+    for rows, starts in window_batches(
+        model, split, machine, T, count, batch_size, share=share, packed=True
+    ):
+        with machine.autocast():  # a mean over B windows; the last batch may have fewer
             total += model(rows[:, :-1], rows[:, 1:], starts=starts)[1].item() * len(rows)
         seen += len(rows)
     model.train(training)
@@ -175,11 +204,12 @@ def window_losses(model, split, machine, count, batch_size, length):
     """The mean loss of each fixed window, (windows,) in float64, of a model in eval mode. The ranks
     share the windows."""
     own = []
-    for rows, starts in window_batches(model, split, machine, length, count, batch_size,
-                                       bar=True, share=True, packed=True):
+    for rows, starts in window_batches(
+        model, split, machine, length, count, batch_size, bar=True, share=True, packed=True
+    ):
         own += token_losses(model, rows, machine, starts).double().mean(1).tolist()
     found = np.zeros(len(tokens.fixed_windows(split, length, count)))
-    found[machine.rank::machine.world] = own
+    found[machine.rank :: machine.world] = own
     return np.array(machine.sum(*found))
 
 
@@ -191,15 +221,22 @@ def token_losses(model, rows, machine, starts=None):
 
 
 def figures_of(losses, more):
-    """The means and standard errors of losses (windows,) and of `more`, their excess over another model's losses of the
-    same windows. The excess varies little between windows, so its error is much smaller than that of the loss."""
+    """The means and standard errors of losses (windows,) and of `more`, their excess over another
+    model's losses of the same windows. The excess varies little between windows, so its error is
+    much smaller than that of the loss."""
     (loss, error), (more, more_error) = map(mean_and_error, (losses, more))
-    return {"loss": loss, "loss_error": error, "more": more, "more_error": more_error,
-            "perplexity": math.exp(min(loss, 700))}                     # exp of more overflows
+    return {
+        "loss": loss,
+        "loss_error": error,
+        "more": more,
+        "more_error": more_error,
+        "perplexity": math.exp(min(loss, 700)),
+    }  # exp of more overflows
 
 
 def bits_per_byte(loss, data_meta, split):
-    """Nats per token as bits per byte of text, which is comparable across tokenizers; None if tokens are not text."""
+    """Nats per token as bits per byte of text, which is comparable across tokenizers; None if
+    tokens are not text."""
     rows = tokens.shards_of(data_meta, split)
     size, count = (sum(row.get(key) or 0 for row in rows) for key in ("bytes", "tokens"))
     return loss / math.log(2) / (size / count) if size and count else None

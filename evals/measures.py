@@ -1,10 +1,11 @@
 """Measures of a layer's attention weights: sinks, zeros, spread and peaks, per head.
 
-The weights are read one block of rows at a time, as attention.py computes them. So every recipe has these measures, and
-memory is linear in T. Some rules give signed weights, or rows that do not sum to 1. Therefore the shares of a row
-(share, times_uniform, sink_eps) are shares of its absolute weights, including a key outside the sequence. Read them
-together with row_mass: a row whose weights sum to 0.001 has shares like any other. The entropy is that of the absolute
-weights on the tokens, without an extra key, divided by their sum.
+The weights are read one block of rows at a time, as attention.py computes them. So every recipe has
+these measures, and memory is linear in T. Some rules give signed weights, or rows that do not sum
+to 1. Therefore the shares of a row (share, times_uniform, sink_eps) are shares of its absolute
+weights, including a key outside the sequence. Read them together with row_mass: a row whose weights
+sum to 0.001 has shares like any other. The entropy is that of the absolute weights on the tokens,
+without an extra key, divided by their sum.
 
 Sources:
     sink, density           Lazy Attention, 2601.00919, appendix C.3
@@ -12,9 +13,11 @@ Sources:
     entropy, dispersion     the same, section 3, Attention Dispersion, after Vasylenko et al. 2025
     sparsity                the same, appendix D.1 and figure 1a
     peak, negative          the same, figures 1b and 2
-    sink_eps                Gu et al. 2410.10781 (When Attention Sink Emerges): Sink_k^eps, on windows of 64 tokens
+    sink_eps                Gu et al. 2410.10781 (When Attention Sink Emerges): Sink_k^eps, on
+                            windows of 64 tokens
     value_norm_ratio        the same, section 3.1; The Attention Sink as Native MoE, figure 2
 """
+
 import math
 
 import torch
@@ -22,7 +25,7 @@ import torch
 from axes.outputs import sigmoid_gate
 from axes.sight import start_of, visible, visible_count
 
-MEASURES = {                                    # name: its meaning, printed under the table
+MEASURES = {  # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over rows",
     "share": "the first token's share of the row's absolute weights",
     "row_mass": "sum of the weights of a row (signed)",
@@ -46,28 +49,50 @@ MEASURES = {                                    # name: its meaning, printed und
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-# the names that people read for these keys of the numbers. docs/instruments.md explains why some names say which rows
-NAMES = {"sink": "first token", "alpha_sink": "sink, all rows", "density": "other tokens", "row_mass": "row sum",
-         "extra": "extra key", "excess": "excess loss", "excess_loss": "excess loss, all rows"}
+# the names that people read for these keys of the numbers. docs/instruments.md explains why some
+# names say which rows
+NAMES = {
+    "sink": "first token",
+    "alpha_sink": "sink, all rows",
+    "density": "other tokens",
+    "row_mass": "row sum",
+    "extra": "extra key",
+    "excess": "excess loss",
+    "excess_loss": "excess loss, all rows",
+}
 
-IN_THE_LAB = {                                  # {figure of the lab: its meaning}; train.py prints the first five
+IN_THE_LAB = {  # {figure of the lab: its meaning}; train.py prints the first five
     "excess_copy": "nats above the best possible loss, where one key is needed; 2.3 without attention",
     "sink_idle": "weight on the first token, where no key is needed: near 1 is a sink",
     "sink_copy": "the same where one other key is needed: near 0 if the head copies",
     "row_mass_idle": "sum of the weights, where no key is needed: softmax must spend 1",
     "value_norm_ratio": "norm of the first token's value over the others': near 0, a sink adds nothing",
-    "excess_loss": "nats above the best possible loss", "excess_idle": "the same",
-    **{key: MEASURES[key.removesuffix("_idle").removesuffix("_copy")] for key in (
-        "row_mass_copy", "share_idle", "share_copy", "times_uniform_idle", "times_uniform_copy", "extra_idle",
-        "extra_copy", "sparsity", "empty_rows", "sink_eps", "extra_eps")},
+    "excess_loss": "nats above the best possible loss",
+    "excess_idle": "the same",
+    **{
+        key: MEASURES[key.removesuffix("_idle").removesuffix("_copy")]
+        for key in (
+            "row_mass_copy",
+            "share_idle",
+            "share_copy",
+            "times_uniform_idle",
+            "times_uniform_copy",
+            "extra_idle",
+            "extra_copy",
+            "sparsity",
+            "empty_rows",
+            "sink_eps",
+            "extra_eps",
+        )
+    },
     "zero_cost": "rise of the loss if the first token's value is zero",
     "hide_cost": "rise of the loss if no later row sees the first key",
 }
 
 
 def printed(key):
-    """The name that people read for a key of the numbers: "first token, idle rows" for sink_idle, "first token, all
-    rows" for sink. A key that is not in NAMES stays as it is."""
+    """The name that people read for a key of the numbers: "first token, idle rows" for sink_idle,
+    "first token, all rows" for sink. A key that is not in NAMES stays as it is."""
     name, _, rows = key.rpartition("_")
     if rows in ("idle", "copy"):
         return f"{NAMES.get(name, name)}, {rows} rows"
@@ -76,21 +101,30 @@ def printed(key):
 
 # a measure is a sum of Probe over rows, or divided by another sum
 DIVISORS = {
-    "sparsity": "pairs", "negative": "pairs", "dispersion": "several", "sink_eps": "sequences",
-    "extra_eps": "sequences", "value_norm_ratio": "other_norm", "sparsity_a": "pairs_a", "sparsity_b": "pairs_b",
-    "alpha_local": "full"}
+    "sparsity": "pairs",
+    "negative": "pairs",
+    "dispersion": "several",
+    "sink_eps": "sequences",
+    "extra_eps": "sequences",
+    "value_norm_ratio": "other_norm",
+    "sparsity_a": "pairs_a",
+    "sparsity_b": "pairs_b",
+    "alpha_local": "full",
+}
 
 
 class Probe:
     """Sums of one layer's measures, per head, over the queries of all sequences that it sees.
 
-    k, eps: those of Sink_k^eps, the token (from 1) and the share that makes it a sink. local: if not 0, `result` also
-    has the measures of evals/heads.py, with alpha_local over this number of last keys."""
-    ROWS = 64                                   # the number of first rows that Sink_k^eps counts
+    k, eps: those of Sink_k^eps, the token (from 1) and the share that makes it a sink. local: if
+    not 0, `result` also has the measures of evals/heads.py, with alpha_local over this number of
+    last keys."""
+
+    ROWS = 64  # the number of first rows that Sink_k^eps counts
 
     def __init__(self, k=1, eps=0.3, local=0):
         self.k, self.eps, self.local = k, eps, local
-        self.sums, self.peaks = {}, {}          # {name: (H,)} in float64: sums, and the largest so far
+        self.sums, self.peaks = {}, {}  # {name: (H,)} in float64: sums, and the largest so far
 
     def add(self, name, value):
         """Add value (B, H, ...), summed over all axes but the heads."""
@@ -102,50 +136,80 @@ class Probe:
         self.peaks[name] = torch.maximum(largest, self.peaks.get(name, largest))
 
     def see(self, module, q, k, v, x, table=None, counted=None):
-        """Add one batch of a layer's inputs, as `watch` passes them. counted (B, T): which queries count."""
+        """Add one batch of a layer's inputs, as `watch` passes them. counted (B, T): which queries
+        count."""
         if counted is None:
             counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device)
-        early = 0                               # (2, B, H): the shares of see_rows, summed over the first rows
+        early = 0  # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
-            early = early + self.see_rows(module, i, w, counted[:, None, i])[..., i < self.ROWS].sum(-1)
-        H, sinks = early.shape[2], early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps
+            early = early + self.see_rows(module, i, w, counted[:, None, i])[
+                ..., i < self.ROWS
+            ].sum(-1)
+        H, sinks = (
+            early.shape[2],
+            early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps,
+        )
         self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
         if module.has_extra_key or module.ahead:
             self.add("extra_eps", sinks[1])
-        norm = v[:, :, module.ahead:].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)        # (B, H, T)
+        # (B, H, T)
+        norm = v[:, :, module.ahead :].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
         self.add("value_norm_ratio", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
-        if self.local and module.choices["gate"].gated is sigmoid_gate:         # a silu is not between 0 and 1
-            self.add("gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead:].mean(-1))
+        # a silu is not between 0 and 1
+        if self.local and module.choices["gate"].gated is sigmoid_gate:
+            self.add(
+                "gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead :].mean(-1)
+            )
 
     def see_rows(self, module, i, w, counted):
-        """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T). counted (B, 1, R): which
-        rows count. Returns the shares of token k and of the key outside the sequence, (2, B, H, R)."""
-        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)      # n (.., R): the keys that it sees
+        """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T).
+        counted (B, 1, R): which rows count. Returns the shares of token k and of the key outside
+        the sequence, (2, B, H, R)."""
+        # n (.., R): the keys that it sees
+        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)
         extra, w = split_extra(module, w)
-        a, first = w.abs(), start_of(i, module.sight)                   # first (.., R): the first token of its document
+        # first (.., R): the first token of its document
+        a, first = w.abs(), start_of(i, module.sight)
         mass = a.sum(-1)
-        total = mass + extra + 1e-8             # an empty row has shares of 0
+        total = mass + extra + 1e-8  # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
         entropy, several, empty = torch.special.entr(p).sum(-1), (n > 1).float(), (w == 0).all(-1)
         row_values = {
-            "rows": torch.ones_like(mass), "pairs": n, "uniform": visible(i, first, module.sight) / n,
-            "sink": on(w, first), "share": on(a, first) / total, "row_mass": w.sum(-1), "extra": extra,
-            "sparsity": n - (w != 0).sum(-1), "empty_rows": empty, "negative": (w < 0).sum(-1),
+            "rows": torch.ones_like(mass),
+            "pairs": n,
+            "uniform": visible(i, first, module.sight) / n,
+            "sink": on(w, first),
+            "share": on(a, first) / total,
+            "row_mass": w.sum(-1),
+            "extra": extra,
+            "sparsity": n - (w != 0).sum(-1),
+            "empty_rows": empty,
+            "negative": (w < 0).sum(-1),
             "empty_several": several * empty,
-            "entropy": entropy, "several": several,
-            "dispersion": several * entropy / n.log().clamp(min=0.5)}           # log 2 is 0.69: this changes only n = 1
+            "entropy": entropy,
+            "several": several,
+            # log 2 is 0.69: this changes only n = 1
+            "dispersion": several * entropy / n.log().clamp(min=0.5),
+        }
         if self.local:
-            j, outside = torch.arange(w.shape[3], device=w.device), module.has_extra_key or module.ahead
-            seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)           # (R, T)
+            j, outside = (
+                torch.arange(w.shape[3], device=w.device),
+                module.has_extra_key or module.ahead,
+            )
+            seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)  # (R, T)
             on_tokens = seen.sum(-1)
-            uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen     # distance from an even spread
-            full = (i >= self.local - 1).float()                        # rows that see at least `local` keys
+            # distance from an even spread
+            uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen
+            full = (i >= self.local - 1).float()  # rows that see at least `local` keys
             row_values |= {
-                "alpha_sink": extra if outside else w[..., 0], "importance": mass if outside else a[..., 1:].sum(-1),
-                "sigma2": uneven.square().sum(-1) / on_tokens, "full": full,
-                "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1)}
+                "alpha_sink": extra if outside else w[..., 0],
+                "importance": mass if outside else a[..., 1:].sum(-1),
+                "sigma2": uneven.square().sum(-1) / on_tokens,
+                "full": full,
+                "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
+            }
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
@@ -163,48 +227,63 @@ class Probe:
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
-        found = {name: total / s[DIVISORS.get(name, "rows")] for name, total in s.items()} | self.peaks
-        found |= {"density": found["row_mass"] - found["sink"],
-                  # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
-                  "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-                  "dead_heads": (s["empty_several"] / s["several"] == 1).double()}    # 0 / 0 is not 1
-        if "gate" in found:                     # eq. 8 of Native MoE
+        found = {
+            name: total / s[DIVISORS.get(name, "rows")] for name, total in s.items()
+        } | self.peaks
+        found |= {
+            "density": found["row_mass"] - found["sink"],
+            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first
+            # token
+            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
+            "dead_heads": (s["empty_several"] / s["several"] == 1).double(),
+        }  # 0 / 0 is not 1
+        if "gate" in found:  # eq. 8 of Native MoE
             found["importance"] = found["gate"]
         return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
 
     def numbers(self):
-        """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per head]}."""
+        """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per
+        head]}."""
         result = self.result()
-        return {name: [None if math.isnan(value) else round(value, 6) for value in result[name].tolist()]
-                for name in MEASURES}
+        return {
+            name: [
+                None if math.isnan(value) else round(value, 6) for value in result[name].tolist()
+            ]
+            for name in MEASURES
+        }
 
 
 def rows_of(module, blocks):
-    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without that of a learned token ahead."""
+    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without that of a
+    learned token ahead."""
     start = 0
     for block, w in enumerate(blocks):
-        w = w[:, :, module.ahead:] if block == 0 else w
+        w = w[:, :, module.ahead :] if block == 0 else w
         yield torch.arange(start, start + w.shape[2], device=w.device), w
         start += w.shape[2]
 
 
 def on(w, j):
-    """The weights w (B, H, R, T) on keys j, one or (B, 1, R), and at most on the last key: (B, H, R)."""
+    """The weights w (B, H, R, T) on keys j, one or (B, 1, R), and at most on the last key: (B, H,
+    R)."""
     j = torch.as_tensor(j, device=w.device).clamp(max=w.shape[3] - 1)
     return w.gather(3, j.expand(w.shape[:3])[..., None])[..., 0]
 
 
 def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the tokens (B, H, R, T).
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
+    tokens (B, H, R, T).
     It is an extra key, or that of a learned token ahead of the sequence."""
     outside = module.has_extra_key or module.ahead
     return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
 
 
 def gate_of(module, x, width=1):
-    """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of this width. With one
-    gate for each channel, the width is 1 or that of v."""
-    return module.choices["gate"].gated(module, x.new_ones(len(x), module.heads, x.shape[1], width), x)
+    """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of
+    this width. With one gate for each channel, the width is 1 or that of v."""
+    return module.choices["gate"].gated(
+        module, x.new_ones(len(x), module.heads, x.shape[1], width), x
+    )
 
 
 def mean_of(probes):

@@ -1,11 +1,15 @@
-"""The parameters that attention has learned outside its linear layers, by layer and head, next to their initial values.
+"""The parameters that attention has learned outside its linear layers, by layer and head, next to
+their initial values.
 
-These are Lazy Attention's figures 4, 5, 8, 9 and 10, for every recipe: thresholds, distance biases, sink logits, norms
-of key and value biases, lambdas, gates, temperatures, and how much a state keeps and writes.
+These are Lazy Attention's figures 4, 5, 8, 9 and 10, for every recipe: thresholds, distance biases,
+sink logits, norms of key and value biases, lambdas, gates, temperatures, and how much a state keeps
+and writes.
 
-The instrument finds a layer's tensors by itself: all that belong to no linear layer and no norm. It shows scalars as
-they are and vectors by their norms. For a lambda or a gate it shows the number that the layer computes from them.
+The instrument finds a layer's tensors by itself: all that belong to no linear layer and no norm. It
+shows scalars as they are and vectors by their norms. For a lambda or a gate it shows the number
+that the layer computes from them.
 """
+
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +25,7 @@ from evals.measures import gate_of
 from evals.pictures import draw_rows, frame, heat_map, signed
 from model import GPT
 
-MEANINGS = {                                    # name: its meaning, printed below the tables
+MEANINGS = {  # name: its meaning, printed below the tables
     "tau": "tau / n is subtracted from each softmax weight; what falls below 0 becomes 0 (Lazy Attention plots -tau)",
     "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
@@ -55,40 +59,56 @@ MEANINGS = {                                    # name: its meaning, printed bel
     "lambda": "factor on the second view, which is subtracted; mean over tokens if it depends on them",
     "kept": "share of its state that a head keeps at each token; mean over tokens, and over channels if they differ",
     "written": "factor on a token's value when a head writes it; for ttt its rate times the width, for titans times "
-               "the square root of the width; mean over tokens",
+    "the square root of the width; mean over tokens",
     "momentum": "share of its last step that a learning memory repeats; mean over tokens",
     "slowed": "share of tokens at which a learning memory lowers its rate, so that its step does not overshoot",
     "gate": "the gate on the output: from 0 (closed) to 1 (open) unless it is a silu; mean over tokens",
 }
 
-BIAS = {"distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
-        "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances"}
+BIAS = {
+    "distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
+    "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances",
+}
 
-RANGES = {                                      # ranges of distances, from Lazy Attention's section 5.3
-    "0": (0, 0), "1": (1, 1), "2-10": (2, 10), "11-100": (11, 100), ">100": (101, 10 ** 9)}
+RANGES = {  # ranges of distances, from Lazy Attention's section 5.3
+    "0": (0, 0),
+    "1": (1, 1),
+    "2-10": (2, 10),
+    "11-100": (11, 100),
+    ">100": (101, 10**9),
+}
 
 
 @dataclass
 class Params(Windows):
     """Flags of params"""
-    split: str = knob("val", "split for gates and lambdas that depend on the text", ("train", "val"))
+
+    split: str = knob(
+        "val", "split for gates and lambdas that depend on the text", ("train", "val")
+    )
     windows: int = knob(8, "fixed windows of the split, spread evenly", least=1)
 
 
 def command(args, run):
-    """The parameters that attention has learned outside its linear layers, next to their initial values."""
+    """The parameters that attention has learned outside its linear layers, next to their initial
+    values."""
     modules = [block.attn for block in run.model.transformer.h]
     # the initial values of attention do not depend on the MLP, which can be large
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
     now = list(map(figures, modules))
-    # if a linear layer other than the projections computes a gate or a lambda, average this over text
-    if any(name not in ("c_attn", "c_proj") and any(isinstance(part, nn.Linear) for part in child.modules())
-           for module in modules for name, child in module.named_children()):
+    # if a linear layer other than the projections computes a gate or a lambda, average this over
+    # text
+    if any(
+        name not in ("c_attn", "c_proj")
+        and any(isinstance(part, nn.Linear) for part in child.modules())
+        for module in modules
+        for name, child in module.named_children()
+    ):
         now, windows = [{} for _ in modules], 0
 
         def see(layer, module, q, k, v, x, table):
-            for name, value in figures(module, x[:, module.ahead:]).items():
+            for name, value in figures(module, x[:, module.ahead :]).items():
                 now[layer][name] = now[layer].get(name, 0) + len(x) * value.double()
 
         for rows in batches(run, args, run.window(args.length)):
@@ -100,25 +120,51 @@ def command(args, run):
     kept = {name for module in modules for name, _ in module.named_buffers(recurse=False)}
     numbers = {
         "attn": run.model.config.attn,
-        "figures": {name: {when: [rounded(layer[name]) for layer in layers if name in layer]
-                           for when, layers in values.items()}
-                    | {"layers": [layer for layer, found in enumerate(now) if name in found],
-                       "learned": name.strip("|") not in kept} for name in dict.fromkeys(sum(map(list, now), []))},
-        "distance_bias": {"layers": biased} | {
+        "figures": {
+            name: {
+                when: [rounded(layer[name]) for layer in layers if name in layer]
+                for when, layers in values.items()
+            }
+            | {
+                "layers": [layer for layer, found in enumerate(now) if name in found],
+                "learned": name.strip("|") not in kept,
+            }
+            for name in dict.fromkeys(sum(map(list, now), []))
+        },
+        "distance_bias": {"layers": biased}
+        | {
             when: [rounded(bias_by_distance(layers[layer])) for layer in biased]
-            for when, layers in (("now", modules), ("start", fresh))} if biased else None}
+            for when, layers in (("now", modules), ("start", fresh))
+        }
+        if biased
+        else None,
+    }
     return numbers, in_words(numbers)
 
 
-# tensors that are not shown: `figures` shows the number that the layer computes from them, or they are not learned
-HIDDEN = ("conv", "theta", "lambda_logit", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2", "progress", "steps",
-          "moves", "directions", "means")
+# tensors that are not shown: `figures` shows the number that the layer computes from them, or they
+# are not learned
+HIDDEN = (
+    "conv",
+    "theta",
+    "lambda_logit",
+    "lambda_q1",
+    "lambda_k1",
+    "lambda_q2",
+    "lambda_k2",
+    "progress",
+    "steps",
+    "moves",
+    "directions",
+    "means",
+)
 
 
 def figures(module, x=None):
-    """Everything that one layer has learned: {name: (heads,)}, or {name: (1,)} if all heads share it. Scalars are shown
-    as they are, vectors by their norms. A vector that a mixer adds for its whole layer counts as a vector, even if its
-    length is the number of heads. Figures that depend on the layer's inputs x (B, T, C; default: zeros) are means."""
+    """Everything that one layer has learned: {name: (heads,)}, or {name: (1,)} if all heads share
+    it. Scalars are shown as they are, vectors by their norms. A vector that a mixer adds for its
+    whole layer counts as a vector, even if its length is the number of heads. Figures that depend
+    on the layer's inputs x (B, T, C; default: zeros) are means."""
     if x is None:
         x = module.c_attn.weight.new_zeros(1, 1, module.config.n_embd, dtype=torch.float32)
     found, bias, choices, ones = {}, module.distance() or (), module.choices, x.new_ones(1)
@@ -127,21 +173,31 @@ def figures(module, x=None):
             continue
         if p.numel() == 1:
             found[name] = p.reshape(1)
-        elif p.dim() == 1 and len(p) in (module.heads, module.score_heads) and name not in module.added:
+        elif (
+            p.dim() == 1
+            and len(p) in (module.heads, module.score_heads)
+            and name not in module.added
+        ):
             found[name] = p
         else:
             found[f"|{name}|"] = p.flatten(1).norm(dim=1) if p.dim() > 1 else p.norm()[None]
-    if module.args.get("alpha") == "learned":   # its row input is the power 1 / (alpha - 1)
+    if module.args.get("alpha") == "learned":  # its row input is the power 1 / (alpha - 1)
         found["alpha"] = 1 + 1 / module.rule.row_input(module, ones).flatten()
     if choices["scale"].factor:
-        found["sharpness"] = choices["scale"].factor(module, module.config.block_size * ones).flatten()
-    if module.config.diff != "none":            # one number, one for each head, or one for each head and token
-        found["lambda"] = (choices["diff"].mix(module, x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
+        found["sharpness"] = (
+            choices["scale"].factor(module, module.config.block_size * ones).flatten()
+        )
+    # one number, one for each head, or one for each head and token
+    if module.config.diff != "none":
+        found["lambda"] = (
+            choices["diff"].mix(module, x) + x.new_zeros(1, module.heads, 1, 1)
+        ).mean((0, 2, 3))
     if "forget" in choices and choices["forget"].log_forget:
         found["kept"] = choices["forget"].log_forget(module, x).exp().mean((0, 2, 3))
-    if "write" in choices and choices["write"].write_factor:   # Mamba2's time step, the delta rule's beta, or a rate
+    # Mamba2's time step, the delta rule's beta, or a rate
+    if "write" in choices and choices["write"].write_factor:
         found["written"] = choices["write"].write_factor(module, x).mean((0, 2, 3))
-    if hasattr(module, "momentum"):             # the eta of Titans
+    if hasattr(module, "momentum"):  # the eta of Titans
         found["momentum"] = module.momentum(x).sigmoid().mean((0, 1))
     if getattr(module.rule, "slowed", None):
         found["slowed"] = module.slowed(x)
@@ -151,10 +207,11 @@ def figures(module, x=None):
 
 
 def bias_by_distance(module):
-    """The bias on the score at distances 0 to W - 1, (score heads, W). W is the smaller of bias_range and
+    """The bias on the score at distances 0 to W - 1, (score heads, W). W is the smaller of
+    bias_range and
     block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
     W = min(module.config.block_size, module.config.bias_range)
-    return module.distance().bias(1, W)[:, 0].flip(-1)                  # the last row sees distances W - 1 .. 0
+    return module.distance().bias(1, W)[:, 0].flip(-1)  # the last row sees distances W - 1 .. 0
 
 
 def rounded(values):
@@ -163,56 +220,94 @@ def rounded(values):
 
 
 def in_words(numbers):
-    """A table for each figure, layers (down) by heads (across), and one column if all heads share it; a table of the
-    distance bias, with means over heads and ranges of distances; the meanings of the names."""
+    """A table for each figure, layers (down) by heads (across), and one column if all heads share
+    it; a table of the distance bias, with means over heads and ranges of distances; the meanings of
+    the names."""
     texts, bias = [], numbers["distance_bias"]
     for name, figure in numbers["figures"].items():
         heads = len(figure["now"][0])
-        header = [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
-        rows = [[str(layer), *values, *([fmean(values), pstdev(values)] if heads > 1 else []), fmean(first)]
-                for layer, values, first in zip(figure["layers"], figure["now"], figure["start"], strict=True)]
-        texts.append(f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
-                     + table(rows, ["layer", *header, "at first"]))
+        header = (
+            [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
+        )
+        rows = [
+            [
+                str(layer),
+                *values,
+                *([fmean(values), pstdev(values)] if heads > 1 else []),
+                fmean(first),
+            ]
+            for layer, values, first in zip(
+                figure["layers"], figure["now"], figure["start"], strict=True
+            )
+        ]
+        texts.append(
+            f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
+            + table(rows, ["layer", *header, "at first"])
+        )
     if bias:
         rows = []
         for layer, curves, first in zip(bias["layers"], bias["now"], bias["start"], strict=True):
-            curve = np.mean(curves, 0)          # (W,)
+            curve = np.mean(curves, 0)  # (W,)
             ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
-            parts = [curve[low:high + 1] for low, high in ends]         # empty if the curve is shorter
+            parts = [curve[low : high + 1] for low, high in ends]  # empty if the curve is shorter
             *means, near, far = (part.mean() if len(part) else None for part in parts)
-            rows.append([str(layer), *means, None if None in (near, far) else near - far, np.mean(first)])
+            rows.append(
+                [str(layer), *means, None if None in (near, far) else near - far, np.mean(first)]
+            )
         texts.append("distance bias\n" + table(rows, ["layer", *RANGES, "decay", "at first"]))
     if not texts:
-        return (f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at a run of "
-                "elastic, lazy, sink, gated or diff")
+        return (
+            f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at a run of "
+            "elastic, lazy, sink, gated or diff"
+        )
     meanings = {name: MEANINGS[name] for name in numbers["figures"] if name in MEANINGS}
     return "\n\n".join([*texts, legend(meanings | BIAS if bias else meanings)])
 
 
 def draw(path, found):
-    """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its numbers are values,
-    its colours changes in training, red above the initial value and blue below. Then the distance bias."""
+    """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its
+    numbers are values, its colours changes in training, red above the initial value and blue below.
+    Then the distance bias."""
     rows = {}
     for place, numbers in found.items():
         panels, bias = [], numbers["distance_bias"]
         for name, figure in numbers["figures"].items():
-            change = np.subtract(figure["now"], figure["start"])        # (layers, heads)
-            colours, start = signed(max(np.abs(change).max(), 1e-6)), fmean(map(fmean, figure["start"]))
-            panels.append(partial(heat_map, cells=change, colours=colours, numbers=figure["now"], bar="change",
-                                  title=f"{name} ({start:.3g} at first)", ylabel=f"layers {figure['layers']}"))
-        panels += [partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"]))] if bias else []
+            change = np.subtract(figure["now"], figure["start"])  # (layers, heads)
+            colours, start = (
+                signed(max(np.abs(change).max(), 1e-6)),
+                fmean(map(fmean, figure["start"])),
+            )
+            panels.append(
+                partial(
+                    heat_map,
+                    cells=change,
+                    colours=colours,
+                    numbers=figure["now"],
+                    bar="change",
+                    title=f"{name} ({start:.3g} at first)",
+                    ylabel=f"layers {figure['layers']}",
+                )
+            )
+        panels += (
+            [partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"]))]
+            if bias
+            else []
+        )
         rows |= {place: panels} if panels else {}
     if not rows:
-        raise ValueError(f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png")
+        raise ValueError(
+            f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png"
+        )
     draw_rows(path, rows)
 
 
 def draw_bias(ax, numbers, layers):
-    """Draw the distance bias (layers, heads, W), a colour for each layer: thin lines are heads, thick ones means."""
+    """Draw the distance bias (layers, heads, W), a colour for each layer: thin lines are heads,
+    thick ones means."""
     for layer, curves in zip(numbers, layers, strict=True):
         colour = (0.1, 0.2 + 0.6 * layer / (1 + max(numbers)), 0.6)
         ax.plot(curves.T, color=colour, linewidth=0.5)
         ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
-    ax.set_xscale("symlog", linthresh=1)        # includes distance 0
+    ax.set_xscale("symlog", linthresh=1)  # includes distance 0
     ax.legend(frameon=False, fontsize=6)
     frame(ax, "bias on the score", "distance")

@@ -1,13 +1,16 @@
-"""Can a model find a number in a long text, and say it at the end? Threshold Differential Attention 2601.12145, section
-6.3, figure 3 and appendix C, after Landmark Attention (Mohtashami & Jaggi 2023). Details that the paper omits come from
-Landmark Attention's script: keys from 1 to 50,000, and ten tokens of answer, whose first number counts.
+"""Can a model find a number in a long text, and say it at the end? Threshold Differential Attention
+2601.12145, section 6.3, figure 3 and appendix C, after Landmark Attention (Mohtashami & Jaggi
+2023). Details that the paper omits come from Landmark Attention's script: keys from 1 to 50,000,
+and ten tokens of answer, whose first number counts.
 
-Small models never find the key. Two more scores still tell them apart: the log-likelihood of the right answer, each
-token given those before it, and its gain over another key, which the text does not contain.
+Small models never find the key. Two more scores still tell them apart: the log-likelihood of the
+right answer, each token given those before it, and its gain over another key, which the text does
+not contain.
 
-A prompt is a function of the tokenizer, the seed, the length and the number of the trial, so all runs of one tokenizer
-read the same prompts.
+A prompt is a function of the tokenizer, the seed, the length and the number of the trial, so all
+runs of one tokenizer read the same prompts.
 """
+
 import bisect
 import re
 from dataclasses import dataclass
@@ -22,65 +25,107 @@ from evals.likelihood import answers, generated, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
-INSTRUCTION = ("There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-               "I will quiz you about the important information there.")
-GARBAGE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+INSTRUCTION = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+GARBAGE = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
 NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 
-LARGEST = 50_000                                # keys are drawn from 1 to here
-ANSWER = 10                                     # tokens of an answer, for which a prompt leaves room
-DEPTHS = 5                                      # bins of the key's place, from the beginning to the end
+LARGEST = 50_000  # keys are drawn from 1 to here
+ANSWER = 10  # tokens of an answer, for which a prompt leaves room
+DEPTHS = 5  # bins of the key's place, from the beginning to the end
 DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
-SCORES = {                                      # {score of a trial: (name in the table, meaning)}
+SCORES = {  # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
-    "gain": ("gain", "that log-likelihood minus that of another key, not in the text; 0: the text did not help"),
+    "gain": (
+        "gain",
+        "that log-likelihood minus that of another key, not in the text; 0: the text did not help",
+    ),
 }
 
 
 @dataclass
 class Passkey(Knobs):
     """Flags of passkey"""
-    lengths: str = knob("", "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, "
-                            "up to the number of the model's positions")
+
+    lengths: str = knob(
+        "",
+        "tokens of prompt and answer together, separated by commas; empty: 500,1000,...,4000, "
+        "up to the number of the model's positions",
+    )
     trials: int = knob(100, "prompts of each length", least=1)
     seed: int = knob(0, "seed of the keys and their places")
-    batch_size: int = knob(8, "largest number of prompts per forward pass; those of a batch have equally many tokens",
-                           least=1)
+    batch_size: int = knob(
+        8,
+        "largest number of prompts per forward pass; those of a batch have equally many tokens",
+        least=1,
+    )
 
 
 def command(args, run):
-    """Test whether the model finds a number hidden in a long text (Threshold Differential Attention, appendix C)."""
+    """Test whether the model finds a number hidden in a long text (Threshold Differential
+    Attention, appendix C)."""
     coder = text_tokenizer(run)
     usual = [length for length in range(500, 4001, 500) if length <= run.positions]
-    lengths = sorted({*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])})
+    lengths = sorted(
+        {*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])}
+    )
     run.check_positions(lengths[-1], "lengths")
-    trials = {length: [make_trial(coder, length, number, args.seed)
-                       for number in progress(range(args.trials), run.machine.main)] for length in lengths}
+    trials = {
+        length: [
+            make_trial(coder, length, number, args.seed)
+            for number in progress(range(args.trials), run.machine.main)
+        ]
+        for length in lengths
+    }
     found = {}
-    for length in reversed(lengths):            # the longest first: what does not fit into memory fails at once
+    # the longest first: what does not fit into memory fails at once
+    for length in reversed(lengths):
         scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
-        found[length] = summary(length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)])
-    numbers = {"trials": args.trials, "seed": args.seed, "rope_scaling": run.model.config.rope_scaling,
-               "training_length": run.meta["knobs"]["block_size"], "lengths": [found[length] for length in lengths],
-               "mean": {name: float(np.mean([row[name] for row in found.values()])) for name in SCORES}}
-    rows = [[str(row["length"]), str(row["trials"]), *(row[name + end] for name in SCORES for end in ("", "_error"))]
-            for row in numbers["lengths"]]
-    by_depth = [[str(row["length"]), *(part["gain"] for part in row["by_depth"])] for row in numbers["lengths"]]
+        found[length] = summary(
+            length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)]
+        )
+    numbers = {
+        "trials": args.trials,
+        "seed": args.seed,
+        "rope_scaling": run.model.config.rope_scaling,
+        "training_length": run.meta["knobs"]["block_size"],
+        "lengths": [found[length] for length in lengths],
+        "mean": {name: float(np.mean([row[name] for row in found.values()])) for name in SCORES},
+    }
+    rows = [
+        [
+            str(row["length"]),
+            str(row["trials"]),
+            *(row[name + end] for name in SCORES for end in ("", "_error")),
+        ]
+        for row in numbers["lengths"]
+    ]
+    by_depth = [
+        [str(row["length"]), *(part["gain"] for part in row["by_depth"])]
+        for row in numbers["lengths"]
+    ]
     titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
-    return numbers, (f"trained on windows of {numbers['training_length']:,} tokens\n\n"
-                     f"{table(rows, ['length', 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
-                     f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}")
+    return numbers, (
+        f"trained on windows of {numbers['training_length']:,} tokens\n\n"
+        f"{table(rows, ['length', 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
+        f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}"
+    )
 
 
 class Trial(NamedTuple):
     """One prompt and its right answer, as token ids."""
-    depth: float                                # place of the key: 0 at the beginning, towards 1 at the end
+
+    depth: float  # place of the key: 0 at the beginning, towards 1 at the end
     key: int
     prompt: tuple
-    right: tuple                                # the key, as a continuation
-    wrong: tuple                                # another key with as many tokens
+    right: tuple  # the key, as a continuation
+    wrong: tuple  # another key with as many tokens
 
 
 def make_trial(coder, length, number, seed=0):
@@ -91,16 +136,21 @@ def make_trial(coder, length, number, seed=0):
     def ids(garbage, more=""):
         return tuple(coder.encode(prompt_text(key, garbage, depth) + more).tolist())
 
-    # the number of tokens grows almost monotonically with the characters, so bisection finds the limit
+    # the number of tokens grows almost monotonically with the characters, so bisection finds the
+    # limit
     room, least = length - ANSWER, len(ids(0))
     if least > room:
-        raise ValueError(f"a prompt without any garbage has {least} tokens, and {ANSWER} are reserved for the answer: "
-                         f"--lengths={length} must be at least {least + ANSWER}")
-    characters = bisect.bisect_right(range(8 * length), room, key=lambda garbage: len(ids(garbage))) - 1
+        raise ValueError(
+            f"a prompt without any garbage has {least} tokens, and {ANSWER} are reserved for the answer: "
+            f"--lengths={length} must be at least {least + ANSWER}"
+        )
+    characters = (
+        bisect.bisect_right(range(8 * length), room, key=lambda garbage: len(ids(garbage))) - 1
+    )
     prompt = ids(characters)
 
-    def following(number):                      # encoded together with the prompt, as in lm-evaluation-harness
-        return ids(characters, f" {number}")[len(prompt):]
+    def following(number):  # encoded together with the prompt, as in lm-evaluation-harness
+        return ids(characters, f" {number}")[len(prompt) :]
 
     right, wrong = following(key), ()
     while len(wrong) != len(right):
@@ -109,17 +159,26 @@ def make_trial(coder, length, number, seed=0):
 
 
 def prompt_text(key, characters, depth):
-    """A prompt with this many characters of garbage. The share `depth` of them is before the key. Their number is
-    uniform in 0..characters if depth is uniform in [0, 1)."""
+    """A prompt with this many characters of garbage. The share `depth` of them is before the key.
+    Their number is uniform in 0..characters if depth is uniform in [0, 1)."""
     before = int(depth * (characters + 1))
     garbage = " ".join([GARBAGE] * (characters // len(GARBAGE) + 1))
-    return "\n".join([INSTRUCTION, garbage[:before], NEEDLE.format(key=key), garbage[:characters - before], QUESTION])
+    return "\n".join(
+        [
+            INSTRUCTION,
+            garbage[:before],
+            NEEDLE.format(key=key),
+            garbage[: characters - before],
+            QUESTION,
+        ]
+    )
 
 
 def scores_of(model, machine, coder, trials, batch_size):
     """A dict of SCORES for each of these trials, which have about equally many tokens."""
-    requests = [([*trial.prompt, *ids], len(ids)) for trial in trials
-                for ids in (trial.right, trial.wrong)]
+    requests = [
+        ([*trial.prompt, *ids], len(ids)) for trial in trials for ids in (trial.right, trial.wrong)
+    ]
     tokens = batch_size * max(len(ids) for ids, _ in requests)
     heard = iter(answers(model, machine, requests, tokens))
     prompts = [trial.prompt for trial in trials]
@@ -127,8 +186,13 @@ def scores_of(model, machine, coder, trials, batch_size):
     found = []
     for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True):
         correct = is_correct(coder.decode(ids), trial.key)
-        found.append({"correct": float(correct), "log_likelihood": right.loglik,
-                      "gain": right.loglik - wrong.loglik})
+        found.append(
+            {
+                "correct": float(correct),
+                "log_likelihood": right.loglik,
+                "gain": right.loglik - wrong.loglik,
+            }
+        )
     return found
 
 
@@ -139,43 +203,82 @@ def is_correct(text, key):
 
 
 def summary(length, trials):
-    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth: {"trials", score,
-    score_error, ...}. Values are None if there are no trials."""
+    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth:
+    {"trials", score, score_error, ...}. Values are None if there are no trials."""
+
     def means(group):
         found = {"trials": len(group)}
         for name in SCORES:
-            found[name], found[f"{name}_error"] = mean_and_error([s[name] for s in group]) if group else (None, None)
+            found[name], found[f"{name}_error"] = (
+                mean_and_error([s[name] for s in group]) if group else (None, None)
+            )
         return found
 
-    depths = [[scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)]
-    return {"length": length} | means([scores for _, scores in trials]) | {"by_depth": [means(part) for part in depths]}
+    depths = [
+        [scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)
+    ]
+    return (
+        {"length": length}
+        | means([scores for _, scores in trials])
+        | {"by_depth": [means(part) for part in depths]}
+    )
 
 
 def draw(path, found):
-    """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors and dotted lines at
-    the training lengths; below, for each run a map of the gain by length and depth, with the accuracy in its cells."""
+    """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors
+    and dotted lines at the training lengths; below, for each run a map of the gain by length and
+    depth, with the accuracy in its cells."""
     runs = {place: numbers["lengths"] for place, numbers in found.items()}
     trained = {place: numbers["training_length"] for place, numbers in found.items()}
-    marks = {trained[place] for place, rows in runs.items()
-             if rows[0]["length"] <= trained[place] <= rows[-1]["length"]}
-    titles = {"correct": "accuracy", "log_likelihood": "log-likelihood of the key (nats)",
-              "gain": "gain of the key (nats)"}
-    most = max(1.0, *(abs(part["gain"] or 0) for rows in runs.values() for row in rows for part in row["by_depth"]))
+    marks = {
+        trained[place]
+        for place, rows in runs.items()
+        if rows[0]["length"] <= trained[place] <= rows[-1]["length"]
+    }
+    titles = {
+        "correct": "accuracy",
+        "log_likelihood": "log-likelihood of the key (nats)",
+        "gain": "gain of the key (nats)",
+    }
+    most = max(
+        1.0,
+        *(
+            abs(part["gain"] or 0)
+            for rows in runs.values()
+            for row in rows
+            for part in row["by_depth"]
+        ),
+    )
     with figure_of(path, [3.4] + [2.6] * -(-len(found) // 3), [4] * 3) as axes:
         for ax, (name, title) in zip(axes[0], titles.items(), strict=True):
-            curves = {Path(place).name: [[row[key] for row in rows] for key in ("length", name, f"{name}_error")]
-                      for place, rows in runs.items()}
-            line_panel(ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct")
+            curves = {
+                Path(place).name: [
+                    [row[key] for row in rows] for key in ("length", name, f"{name}_error")
+                ]
+                for place, rows in runs.items()
+            }
+            line_panel(
+                ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct"
+            )
         axes[0, 0].set_ylim(-0.03, 1.03)
         axes[0, 2].axhline(0, color=GREY, linestyle=":", linewidth=1)
         maps = axes[1:].flatten()
         for ax, (place, rows) in zip(maps, runs.items(), strict=False):
-            gains, accuracies = ([[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
-                                 for name in ("gain", "correct"))       # (depths, lengths)
-            image = heat_map(ax, gains, signed(most), accuracies, "tokens of prompt and answer", "place of the key",
-                             f"{Path(place).name}: gain in colour, accuracy in numbers")
+            gains, accuracies = (
+                [[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
+                for name in ("gain", "correct")
+            )  # (depths, lengths)
+            image = heat_map(
+                ax,
+                gains,
+                signed(most),
+                accuracies,
+                "tokens of prompt and answer",
+                "place of the key",
+                f"{Path(place).name}: gain in colour, accuracy in numbers",
+            )
             ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
             ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
         ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")
-        for ax in maps[len(found):]:
+        for ax in maps[len(found) :]:
             ax.set_axis_off()

@@ -1,4 +1,6 @@
-"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, and colours."""
+"""Drawing functions that the instruments share: a figure, a heat map, a panel of lines, and
+colours."""
+
 import contextlib
 from pathlib import Path
 
@@ -6,8 +8,8 @@ import numpy as np
 
 from common import files
 
-SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}        # colours of weights: dark is much, in every map
-GREY = "#999999"                                        # reference lines
+SHARES = {"cmap": "Blues", "vmin": 0, "vmax": 1}  # colours of weights: dark is much, in every map
+GREY = "#999999"  # reference lines
 
 
 def signed(most):
@@ -16,18 +18,26 @@ def signed(most):
 
 
 def pyplot():
-    """matplotlib.pyplot, imported only by commands that draw. Raises ValueError if it is missing."""
-    files.optional("matplotlib").use("Agg")     # draws without a screen
+    """matplotlib.pyplot, imported only by commands that draw. Raises ValueError if it is
+    missing."""
+    files.optional("matplotlib").use("Agg")  # draws without a screen
     return files.optional("matplotlib.pyplot")
 
 
 @contextlib.contextmanager
 def figure_of(path, heights, widths, **how):
-    """Yield the panels of a new figure, an array (rows, columns), and save it as PNG afterwards. heights, widths: those
-    of its rows and columns, in inches."""
+    """Yield the panels of a new figure, an array (rows, columns), and save it as PNG afterwards.
+    heights, widths: those of its rows and columns, in inches."""
     figure, axes = pyplot().subplots(
-        len(heights), len(widths), squeeze=False, figsize=(sum(widths), sum(heights)), height_ratios=heights,
-        width_ratios=widths, layout="constrained", **how)
+        len(heights),
+        len(widths),
+        squeeze=False,
+        figsize=(sum(widths), sum(heights)),
+        height_ratios=heights,
+        width_ratios=widths,
+        layout="constrained",
+        **how,
+    )
     yield axes
     with files.replacing(path) as f:
         figure.savefig(f, format="png", dpi=110)
@@ -40,20 +50,23 @@ def draw_rows(path, rows):
         for (run, panels), line in zip(rows.items(), axes, strict=True):
             for ax, draw in zip(line, panels, strict=False):
                 draw(ax)
-            for ax in line[len(panels):]:       # other runs have more
+            for ax in line[len(panels) :]:  # other runs have more
                 ax.set_axis_off()
             if len(rows) > 1:
                 line[0].set_title(f"{Path(run).name}\n{line[0].get_title()}", fontsize=10)
         shapes = [image.get_array().shape for ax in axes.flat for image in ax.images]
         layers, heads = np.max(shapes or [(1, 1)], 0)
-        axes[0, 0].figure.set_size_inches(axes.shape[1] * min(12, max(4, 1.2 + 0.45 * heads)),
-                                          axes.shape[0] * min(12, max(3.2, 1.2 + 0.27 * layers)))
+        axes[0, 0].figure.set_size_inches(
+            axes.shape[1] * min(12, max(4, 1.2 + 0.45 * heads)),
+            axes.shape[0] * min(12, max(3.2, 1.2 + 0.27 * layers)),
+        )
 
 
 def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
-    """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows, columns) are given. None in
-    either stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
-    cells = np.array(cells, float)              # None becomes nan
+    """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows,
+    columns) are given. None in either stays empty. bar: the label of a colour bar, None for no bar.
+    Returns the image."""
+    cells = np.array(cells, float)  # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
         whole_ticks(ax.xaxis)
@@ -61,8 +74,14 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", ti
     else:
         for place, number in np.ndenumerate(np.array(numbers, float)):
             if not np.isnan(number):
-                ax.text(*place[::-1], f"{number:.2f}", ha="center", va="center", fontsize=7,
-                        color="white" if abs(cells[place]) > 0.6 * image.norm.vmax else "black")
+                ax.text(
+                    *place[::-1],
+                    f"{number:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white" if abs(cells[place]) > 0.6 * image.norm.vmax else "black",
+                )
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
     ax.set(xlabel=xlabel, ylabel=ylabel)
@@ -73,7 +92,8 @@ def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", ti
 
 
 def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
-    """Draw {label: (x, y) or (x, y, standard errors)} as lines with dots, and dotted vertical lines at `marks`."""
+    """Draw {label: (x, y) or (x, y, standard errors)} as lines with dots, and dotted vertical lines
+    at `marks`."""
     for label, (x, y, *errors) in curves.items():
         errors = ([error or 0 for error in part] for part in errors)
         ax.errorbar(x, y, *errors, fmt="o-", markersize=4, capsize=3, label=label)
@@ -85,8 +105,9 @@ def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
 
 
 def draw_recipes(path, groups, panels):
-    """Draw panels {figure: (title, low, high)} side by side, a line for each recipe of groups {name: [{figure: value}
-    of each run]}: a dot for each run, and a bar for their mean. low, high: ends of the axis, or None."""
+    """Draw panels {figure: (title, low, high)} side by side, a line for each recipe of groups
+    {name: [{figure: value} of each run]}: a dot for each run, and a bar for their mean. low, high:
+    ends of the axis, or None."""
     with figure_of(path, [1.2 + 0.3 * len(groups)], [3.3] * len(panels), sharey=True) as axes:
         for ax, (key, (title, low, high)) in zip(axes[0], panels.items(), strict=True):
             for y, group in enumerate(groups.values()):
@@ -94,14 +115,16 @@ def draw_recipes(path, groups, panels):
                 mean = np.mean([value for value in values if value is not None] or [np.nan])
                 ax.barh(y, mean, color="#9ecae1")
                 ax.plot(values, [y] * len(values), "o", color="#08519c", markersize=3.5)
-                if high and mean > high:        # rules without a normaliser have row sums of any size
+                if high and mean > high:  # rules without a normaliser have row sums of any size
                     ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
             ax.set_xlim(low, high)
             frame(ax, title)
         ax.set_yticks(range(len(groups)), groups)
-        ax.set_ylim(len(groups) - 0.4, -0.6)    # the first on top
-        ax.figure.supxlabel("a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it",
-                            fontsize=9)
+        ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
+        ax.figure.supxlabel(
+            "a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it",
+            fontsize=9,
+        )
 
 
 def frame(ax, title="", xlabel="", ylabel=""):

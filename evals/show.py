@@ -1,9 +1,10 @@
 """A recipe: its resolved choices, and the file and line of the code that computes each.
 
-    python eval.py show elastic
-    python eval.py show --out_dir=out/a                 the recipe of a run, or those of its --layers
-    python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of that run
+python eval.py show elastic
+python eval.py show --out_dir=out/a                the recipe of a run, or those of its --layers
+python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of that run
 """
+
 import dataclasses
 import inspect
 import textwrap
@@ -18,15 +19,20 @@ from common.flags import Knobs, knob
 from common.runs import ROOT, read_run
 from evals.instrument import model_config
 
-NOT_SHOWN = ("learns", "args", "refuse", "mixes", "kernel")             # fields of a choice
+NOT_SHOWN = ("learns", "args", "refuse", "mixes", "kernel")  # fields of a choice
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
 
 @dataclass
 class Show(Knobs):
     """Flags of show"""
-    recipe: str = knob("", "the recipe; default: elastic, or with --out_dir the run's own",
-                       ("", *attention.ATTENTIONS), positional=True)
+
+    recipe: str = knob(
+        "",
+        "the recipe; default: elastic, or with --out_dir the run's own",
+        ("", *attention.ATTENTIONS),
+        positional=True,
+    )
     out_dir: str = knob("", "use the sizes of this run")
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -42,7 +48,8 @@ def command(args, run):
 
 
 def choices_of(layer):
-    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the first
+    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the
+    first
     sentence about it]; a part without a function, such as rotates=True, has no place. "usual": the
     axes with their default."""
     config, code, usual = layer.config, [], {}
@@ -58,17 +65,25 @@ def choices_of(layer):
                 code.append([axis, str(value), name, place(part), first_sentence(part)])
             else:
                 code.append([axis, str(value), name and f"{name}={part}", "", ""])
-    learns = {name: list(p.shape) for name, p in layer.named_parameters()
-              if not name.startswith(("c_attn", "c_proj"))}
-    return {"recipe": config.attn, "code": code, "args": layer.args, "learns": learns,
-            "usual": usual}
+    learns = {
+        name: list(p.shape)
+        for name, p in layer.named_parameters()
+        if not name.startswith(("c_attn", "c_proj"))
+    }
+    return {
+        "recipe": config.attn,
+        "code": code,
+        "args": layer.args,
+        "learns": learns,
+        "usual": usual,
+    }
 
 
 def parts_of(layer, axis):
     """{name: part} of a layer's choice: functions and flags of its row, and Triton functions."""
     if axis == "mixer":
         return {"": type(layer)}
-    if axis not in layer.choices:               # a number, such as that of --window
+    if axis not in layer.choices:  # a number, such as that of --window
         return {"": visible if axis in NUMBERS else None}
     choice, found = layer.choices[axis], {}
     for field in dataclasses.fields(choice):
@@ -80,14 +95,14 @@ def parts_of(layer, axis):
     if axis == "rule":
         triton |= {function.__name__: function for function in layer.fused_by}
     for name, part in triton.items():
-        if inspect.isfunction(getattr(part, "fn", part)):               # below jit
+        if inspect.isfunction(getattr(part, "fn", part)):  # below jit
             found[f"Triton {name}"] = getattr(part, "fn", part)
     return found or {"": None}
 
 
 def place(part):
     """The file and line of a function or class, as attention.py:59."""
-    part = getattr(part, "func", getattr(part, "__self__", part))       # a partial; Function.apply
+    part = getattr(part, "func", getattr(part, "__self__", part))  # a partial; Function.apply
     number = inspect.getsourcelines(part)[1]
     return f"{Path(inspect.getsourcefile(part)).relative_to(ROOT).as_posix()}:{number}"
 
@@ -108,6 +123,7 @@ def in_words(found):
     rest = {
         "constants": [f"{name}={value}" for name, value in found["args"].items()],
         "learns": [f"{name} {tuple(shape)}" for name, shape in found["learns"].items()],
-        "as usual": [f"{axis} {value}" for axis, value in found["usual"].items()]}
+        "as usual": [f"{axis} {value}" for axis, value in found["usual"].items()],
+    }
     lines += ["", *(f"{name:12} {', '.join(parts) or 'none'}" for name, parts in rest.items())]
     return "\n".join(lines)

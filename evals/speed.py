@@ -9,6 +9,7 @@ Each kind of measurement is a function, see MODES at the end. It is called as me
 machine, lengths, numbers), adds its figures to the dict `numbers`, and yields a text after every
 part.
 """
+
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,42 +25,64 @@ from common import files
 from common.flags import knob
 from common.machine import Machine
 from evals.instrument import (
-    Common, OpenedRun, recipe_names, table, watch, whole_numbers, window_batches)
+    Common,
+    OpenedRun,
+    recipe_names,
+    table,
+    watch,
+    whole_numbers,
+    window_batches,
+)
 from evals.kernels import time_kernels
 from mixers.focus import Focus, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
 
-WIDTH, WINDOW = 64, 128                 # head dimension; keys that a row sees in any group of Focus
-GROUPS = [(4, 1), (4, 2), (8, 1), (8, 2)]       # number of groups, and how many a token is in
-LIVE_TILE = 64                          # rows and keys of the kernels' tiles at width 64
+WIDTH, WINDOW = 64, 128  # head dimension; keys that a row sees in any group of Focus
+GROUPS = [(4, 1), (4, 2), (8, 1), (8, 2)]  # number of groups, and how many a token is in
+LIVE_TILE = 64  # rows and keys of the kernels' tiles at width 64
 
 
 @dataclass
 class Speed(Common):
     """Flags of speed"""
+
     attn: str = knob("all", "recipes, separated by commas")
-    lengths: str = knob("", "context lengths, separated by commas; empty: 256,1024; with "
-                            "--kernels, --focus or --decode 1024,4096,16384; with --live the run's "
-                            "block_size")
-    memory: str = knob("4096,8192,16384", "measure the attention's memory at these lengths, "
-                                          "separated by commas; empty: skip it")
-    tokens: int = knob(0, "tokens of a training step, or of a call of a kernel; 0: 2048; with "
-                          "--kernels 16384")
+    lengths: str = knob(
+        "",
+        "context lengths, separated by commas; empty: 256,1024; with "
+        "--kernels, --focus or --decode 1024,4096,16384; with --live the run's "
+        "block_size",
+    )
+    memory: str = knob(
+        "4096,8192,16384",
+        "measure the attention's memory at these lengths, separated by commas; empty: skip it",
+    )
+    tokens: int = knob(
+        0, "tokens of a training step, or of a call of a kernel; 0: 2048; with --kernels 16384"
+    )
     n_layer: int = knob(4, "blocks of the timed model", least=1)
     n_head: int = knob(2, "heads of the timed model", least=1)
-    n_embd: int = knob(0, "width of the timed model; 0: 128; with --kernels 2048; with --decode 64 "
-                          "a head")
+    n_embd: int = knob(
+        0, "width of the timed model; 0: 128; with --kernels 2048; with --decode 64 a head"
+    )
     vocab_size: int = knob(257, "token ids of the timed model", least=1)
     repeats: int = knob(20, "timed rounds over all recipes; the result is the median", least=1)
-    dtype: str = knob("auto", "precision of matrix products",
-                      ("auto", "float32", "bfloat16", "float16"))
+    dtype: str = knob(
+        "auto", "precision of matrix products", ("auto", "float32", "bfloat16", "float16")
+    )
     kernels: bool = knob(False, "instead, time our fused kernels and torch's own, without a model")
-    live: bool = knob(False, "instead, for a trained run (--out_dir): measure the share of tiles "
-                             "with nonzero weights, and the time that skipping the others saves")
+    live: bool = knob(
+        False,
+        "instead, for a trained run (--out_dir): measure the share of tiles "
+        "with nonzero weights, and the time that skipping the others saves",
+    )
     focus: bool = knob(False, "instead, time the sparse form of Focus and full attention")
-    decode: bool = knob(False, "instead, time a decoding step of one layer with long caches, and "
-                               "count the bytes of keys, values or state that it reads")
+    decode: bool = knob(
+        False,
+        "instead, time a decoding step of one layer with long caches, and "
+        "count the bytes of keys, values or state that it reads",
+    )
     widths: str = knob("64,128", "with --kernels: head dimensions, separated by commas")
     out: str = knob("", "also save the figures as JSON in this file")
 
@@ -67,7 +90,7 @@ class Speed(Common):
         super().__post_init__()
         for name in ("lengths", "memory", "widths"):
             if getattr(self, name):
-                whole_numbers(getattr(self, name), name, least=1)       # raises ValueError
+                whole_numbers(getattr(self, name), name, least=1)  # raises ValueError
 
 
 def command(args, run):
@@ -80,7 +103,7 @@ def command(args, run):
     numbers, text = {"machine": str(machine), "triton": triton}, [f"{machine}, triton {triton}"]
     for part in measure(args, machine, lengths, numbers):
         text.append(part)
-        if args.out:                    # after every part: the next one may need too much memory
+        if args.out:  # after every part: the next one may need too much memory
             files.write_json(args.out, numbers)
     return numbers, "\n\n".join(text)
 
@@ -97,20 +120,26 @@ def time_training(args, machine, lengths, numbers):
         batch = max(1, (args.tokens or 2048) // T)
         models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
         numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
-        cells = [[name, f"{row['tokens_per_s']:,.0f}", *list(row.values())[1:]]
-                 for name, row in rows.items()]
-        yield (f"T={T}, {batch} sequences: training steps, and the speed of steps and of attention "
-               "alone relative to the first row\n"
-               + table(cells, ["recipe", "tokens/s", "step", "forward", "forward + backward"]))
+        cells = [
+            [name, f"{row['tokens_per_s']:,.0f}", *list(row.values())[1:]]
+            for name, row in rows.items()
+        ]
+        yield (
+            f"T={T}, {batch} sequences: training steps, and the speed of steps and of attention "
+            "alone relative to the first row\n"
+            + table(cells, ["recipe", "tokens/s", "step", "forward", "forward + backward"])
+        )
     lengths = whole_numbers(args.memory, "memory") if args.memory else []
     for name, case in cases.items():
-        for T in lengths:                       # the model exists before the count begins
+        for T in lengths:  # the model exists before the count begins
             call = attention_call(make_model(*case, T, args, machine), machine, 1)
             numbers["memory_mb"][name][T] = machine.peak_memory(call) / 2**20
     if lengths:
         cells = [[name, *row.values()] for name, row in numbers["memory_mb"].items()]
-        yield ("memory of one layer's attention without its inputs, forward and backward, "
-               "one sequence (MiB)\n" + table(cells, ["recipe", *(f"T={T}" for T in lengths)]))
+        yield (
+            "memory of one layer's attention without its inputs, forward and backward, "
+            "one sequence (MiB)\n" + table(cells, ["recipe", *(f"T={T}" for T in lengths)])
+        )
 
 
 def time_models(models, machine, batch, repeats):
@@ -118,23 +147,36 @@ def time_models(models, machine, batch, repeats):
     per second of training, then speeds relative to the first: of the step, of attention forward,
     and of attention both ways."""
     seconds = {}
-    makers = {"step": training_step, "forward": partial(attention_call, backward=False),
-              "both": attention_call}
-    for way, make in makers.items():            # all models race at one kind of work
+    makers = {
+        "step": training_step,
+        "forward": partial(attention_call, backward=False),
+        "both": attention_call,
+    }
+    for way, make in makers.items():  # all models race at one kind of work
         calls = {name: make(model, machine, batch) for name, model in models.items()}
         seconds[way] = machine.race(calls, repeats)
     rows = {}
     for name, model in models.items():
         speed = batch * model.config.block_size / seconds["step"][name]
         rows[name] = {"tokens_per_s": speed} | {
-            way: times["softmax (sdpa)"] / times[name] for way, times in seconds.items()}
+            way: times["softmax (sdpa)"] / times[name] for way, times in seconds.items()
+        }
     return rows
 
 
 def make_model(attn, kernel, T, args, machine):
-    return GPT(GPTConfig(
-        attn=attn, kernel=kernel, block_size=T, vocab_size=args.vocab_size, n_layer=args.n_layer,
-        n_head=args.n_head, n_embd=args.n_embd or 128, bias_range=min(T, 512))).to(machine.device)
+    return GPT(
+        GPTConfig(
+            attn=attn,
+            kernel=kernel,
+            block_size=T,
+            vocab_size=args.vocab_size,
+            n_layer=args.n_layer,
+            n_head=args.n_head,
+            n_embd=args.n_embd or 128,
+            bias_range=min(T, 512),
+        )
+    ).to(machine.device)
 
 
 def training_step(model, machine, batch):
@@ -149,7 +191,7 @@ def training_step(model, machine, batch):
             loss = model(rows[:, :-1], rows[:, 1:])[1]
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)   # as in train.py: gradients need no memory for long
+        optimizer.zero_grad(set_to_none=True)  # as in train.py: gradients need no memory for long
 
     return take_step
 
@@ -160,11 +202,13 @@ def attention_call(model, machine, batch, backward=True):
     module, T = model.transformer.h[0].attn, model.config.block_size
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
     # (B, heads, T, width), with the memory layout of a projection
-    q, k, v = (torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
-               for heads, width in module.shapes.values())
-    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)       # the input of gates
+    q, k, v = (
+        torch.randn(batch, T, heads, width, **like).transpose(1, 2).requires_grad_(backward)
+        for heads, width in module.shapes.values()
+    )
+    x = torch.randn(batch, T, model.config.n_embd, device=machine.device)  # the input of gates
     with machine.autocast(), torch.no_grad():
-        do = torch.randn_like(module.attend(q, k, v, x))        # the gradient of the output
+        do = torch.randn_like(module.attend(q, k, v, x))  # the gradient of the output
 
     def attend():
         with machine.autocast(), torch.set_grad_enabled(backward):
@@ -194,28 +238,41 @@ def time_decoding(args, machine, lengths, numbers):
     numbers |= {"heads": args.n_head, "width": width, "lengths": {}}
     for T in lengths:
         with machine.autocast():
-            steps = {name: decoding_step(T, choices, args.n_head, width, machine)
-                     for name, choices in cases.items()}
-            layer, attend, size = ({name: step[i] for name, step in steps.items() if step}
-                                   for i in range(3))
+            steps = {
+                name: decoding_step(T, choices, args.n_head, width, machine)
+                for name, choices in cases.items()
+            }
+            layer, attend, size = (
+                {name: step[i] for name, step in steps.items() if step} for i in range(3)
+            )
             layer, attend = machine.race(layer, args.repeats), machine.race(attend, args.repeats)
         rows = numbers["lengths"][T] = {
-            name: {"layer_ms": 1000 * layer[name], "layer": layer["softmax"] / layer[name],
-                   "attend": attend["softmax"] / attend[name], "bytes": size[name]}
-            for name in layer}
-        cells = [[name, *list(row.values())[:3], f"{row['bytes'] / 2**10:,.0f}"]
-                 for name, row in rows.items()]
-        yield (f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed "
-               "relative to softmax\n"
-               + table(cells, ["recipe", "layer, ms", "layer", "attend", "KiB read"]))
+            name: {
+                "layer_ms": 1000 * layer[name],
+                "layer": layer["softmax"] / layer[name],
+                "attend": attend["softmax"] / attend[name],
+                "bytes": size[name],
+            }
+            for name in layer
+        }
+        cells = [
+            [name, *list(row.values())[:3], f"{row['bytes'] / 2**10:,.0f}"]
+            for name, row in rows.items()
+        ]
+        yield (
+            f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed "
+            "relative to softmax\n"
+            + table(cells, ["recipe", "layer, ms", "layer", "attend", "KiB read"])
+        )
 
 
 def decoding_step(T, choices, heads, width, machine):
     """A decoding step of one layer with a cache of T tokens: functions that compute it as a whole
     and its attention alone, and the bytes that it reads. None if the recipe cannot be decoded."""
     torch.manual_seed(0)
-    config = GPTConfig(**choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=heads,
-                       n_embd=width * heads)
+    config = GPTConfig(
+        **choices, block_size=T + 1, vocab_size=1, n_layer=1, n_head=heads, n_embd=width * heads
+    )
     module = mixers.layer_of(config, 0).to(machine.device).eval()
     if not module.cached:
         return None
@@ -226,14 +283,14 @@ def decoding_step(T, choices, heads, width, machine):
         return v.new_zeros(1, module.heads, q.shape[2], v.shape[-1])
 
     if isinstance(module, Recurrent):
-        module(x[:, -64:], past)                # a state is as large after any number of tokens
+        module(x[:, -64:], past)  # a state is as large after any number of tokens
     module.attend = keep_inputs
     if not past:
-        module(x[:, 1:], past)                  # fills the cache, without attention
-    module(x[:, :1], past)                      # makes room in its buffers
+        module(x[:, 1:], past)  # fills the cache, without attention
+    module(x[:, :1], past)  # makes room in its buffers
     again = partial(tree_map, lambda value: value)  # copies dicts and lists, which a step changes
     module(x[:, :1], again(past))
-    del module.attend                           # restores the method
+    del module.attend  # restores the method
     inputs, cached = calls[-1]
 
     def whole():
@@ -255,16 +312,20 @@ def time_focus(args, machine, lengths, numbers):
     numbers |= {"heads": args.n_head, "width": WIDTH, "window": WINDOW, "lengths": {}}
     fused = machine.device.type == "cuda" and kernels.AVAILABLE
 
-    def focus(q, k, v, shares, topk):           # a Focus layer in evaluation, after its router
-        return sparse(q, k, v, Focus.memberships(shares, topk), WINDOW, WIDTH ** -0.5, fused)[0]
+    def focus(q, k, v, shares, topk):  # a Focus layer in evaluation, after its router
+        return sparse(q, k, v, Focus.memberships(shares, topk), WINDOW, WIDTH**-0.5, fused)[0]
 
     for T in lengths:
         dice, dtype = torch.Generator().manual_seed(0), getattr(torch, machine.dtype)
-        q, k, v = (torch.randn(1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
-                   for _ in range(3))
+        q, k, v = (
+            torch.randn(1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
+            for _ in range(3)
+        )
         # the shares of groups, (1, T, groups), from which each token gets its largest groups
-        shares = {groups: torch.rand(1, T, groups, generator=dice).to(machine.device)
-                  for groups, _ in GROUPS}
+        shares = {
+            groups: torch.rand(1, T, groups, generator=dice).to(machine.device)
+            for groups, _ in GROUPS
+        }
         cases = {"full": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)}
         for groups, topk in GROUPS:
             cases[f"{topk} of {groups}"] = partial(focus, q, k, v, shares[groups], topk)
@@ -272,9 +333,11 @@ def time_focus(args, machine, lengths, numbers):
         full = seconds.pop("full")
         rows = {name: full / time for name, time in seconds.items()}
         numbers["lengths"][T] = {"full_ms": 1000 * full, "speed": rows}
-        yield (f"T={T}, {args.n_head} heads of {WIDTH}, a window of {WINDOW}: speed relative to "
-               f"full attention, which takes {1000 * full:.1f} ms\n"
-               + table(rows.items(), ["groups", "speed"]))
+        yield (
+            f"T={T}, {args.n_head} heads of {WIDTH}, a window of {WINDOW}: speed relative to "
+            f"full attention, which takes {1000 * full:.1f} ms\n"
+            + table(rows.items(), ["groups", "speed"])
+        )
 
 
 def time_live_tiles(args, machine, lengths, numbers):
@@ -288,22 +351,26 @@ def time_live_tiles(args, machine, lengths, numbers):
         raise ValueError("--live needs a trained run: name it with --out_dir=out/...")
     run = OpenedRun(args, {})
     numbers |= {"out_dir": args.out_dir, "tile": [LIVE_TILE, LIVE_TILE], "lengths": {}}
-    inputs = []                                 # of every layer: (module, (q, k, v, x, distance))
+    inputs = []  # of every layer: (module, (q, k, v, x, distance))
 
-    def keep(layer, module, *parts):            # copies, because a layer may overwrite its inputs
+    def keep(layer, module, *parts):  # copies, because a layer may overwrite its inputs
         inputs.append((module, tree_map_only(torch.Tensor, torch.clone, parts)))
 
     for T in lengths or [run.model.config.block_size]:
         inputs.clear()
-        idx, = window_batches(run.model, run.split("val"), run.machine, T, 4, 4)        # (4, T + 1)
+        (idx,) = window_batches(run.model, run.split("val"), run.machine, T, 4, 4)  # (4, T + 1)
         watch(run.model, keep, idx[:, :-1], run.machine)
         layers = numbers["lengths"][T] = [
-            {"live": live_tiles(module, *parts),
-             "gain": gain_of_skipping(module, machine, args.repeats, *parts)}
-            for module, parts in inputs]
+            {
+                "live": live_tiles(module, *parts),
+                "gain": gain_of_skipping(module, machine, args.repeats, *parts),
+            }
+            for module, parts in inputs
+        ]
         yield f"{args.out_dir}, T={T}: tiles of {LIVE_TILE} rows and keys\n" + table(
             [[str(layer), *row.values()] for layer, row in enumerate(layers)],
-            ["layer", "live tiles", "speed"])
+            ["layer", "live tiles", "speed"],
+        )
 
 
 @torch.no_grad()
@@ -311,9 +378,9 @@ def live_tiles(module, q, k, v, x, distance=None):
     """The share of a layer's visible tiles with a nonzero weight, over all sequences and score
     heads."""
     total, T, keys = {"live": 0, "all": 0}, k.shape[2], torch.arange(k.shape[2], device=q.device)
-    blocks = module.view_blocks(q, k, distance) # a block has two rows of tiles
+    blocks = module.view_blocks(q, k, distance)  # a block has two rows of tiles
     for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
-        w = w[..., -T:]                         # (B, H, rows, T), without an extra key's column
+        w = w[..., -T:]  # (B, H, rows, T), without an extra key's column
         seen = visible(i[:, None], keys, module.sight).expand_as(w)
         for name, cells in (("live", w != 0), ("all", seen)):
             # the last tiles are padded with invisible keys and rows
@@ -329,7 +396,7 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     without a kernel."""
     if mixers.choose_kernel(module.config, q.device.type) != "triton":
         return None
-    leaves = [part.detach().requires_grad_() for part in (q, k, v)]     # backward stops here
+    leaves = [part.detach().requires_grad_() for part in (q, k, v)]  # backward stops here
 
     def call(skip):
         sight = module.sight._replace(skip_dead=skip)
@@ -341,9 +408,10 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     return seconds[False] / seconds[True]
 
 
-MODES = {                               # {flag: (function, its default lengths)}
+MODES = {  # {flag: (function, its default lengths)}
     "kernels": (time_kernels, "1024,4096,16384"),
     "focus": (time_focus, "1024,4096,16384"),
     "decode": (time_decoding, "1024,4096,16384"),
     "live": (time_live_tiles, ""),
-    "": (time_training, "256,1024")}
+    "": (time_training, "256,1024"),
+}

@@ -1,7 +1,9 @@
-"""The first token compared with the others, in the residual stream and in the queries, keys and values of each layer.
+"""The first token compared with the others, in the residual stream and in the queries, keys and
+values of each layer.
 
-The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the embeddings, and place L
-is the output of the last of L layers. Norms and variances are summed by position, so memory is linear in
+The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the
+embeddings, and place L is the output of the last of L layers. Norms and variances are summed by
+position, so memory is linear in
 T.
 
 Sources:
@@ -11,58 +13,70 @@ Sources:
     cosines                  The Attention Sink as Native MoE, figure 3
     spread                   0 if repeated tokens cannot be told apart: Lazy Attention, section 3.2
 """
+
 import contextlib
 
 import torch
 from torch.nn import functional as F
 
-FIRST = 16                                      # number of first positions that the result lists
+FIRST = 16  # number of first positions that the result lists
 PARTS = ("hidden", "input", "query", "key", "value")
 
 
 class Stream:
-    """Sums over sequences for one layer: hidden states, queries, keys, values. After the last, hidden states alone."""
+    """Sums over sequences for one layer: hidden states, queries, keys, values. After the last,
+    hidden states alone."""
 
     def __init__(self):
-        self.sums, self.places = {}, []         # {name: sum, in float64}; the position of each sequence's largest norm
+        # {name: sum, in float64}; the position of each sequence's largest norm
+        self.sums, self.places = {}, []
 
     def add(self, vectors=(), **values):
-        """Add values (B, ...), summed over the sequences. vectors {name: (B, H, T, C)}: of these, add the norms and
-        variances by position (T,), as means over the heads."""
+        """Add values (B, ...), summed over the sequences. vectors {name: (B, H, T, C)}: of these,
+        add the norms and variances by position (T,), as means over the heads."""
         for name, part in dict(vectors).items():
-            values |= {f"{name}_norm": part.norm(dim=-1).mean(1), f"{name}_var": part.var(-1, correction=0).mean(1)}
+            values |= {
+                f"{name}_norm": part.norm(dim=-1).mean(1),
+                f"{name}_var": part.var(-1, correction=0).mean(1),
+            }
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
 
     def see_hidden(self, h, ahead):
-        """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the largest norm, but is
-        not the first token."""
+        """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the
+        largest norm, but is not the first token."""
         h = h.float()
         norm, real = h.norm(dim=-1), h[:, ahead:]
-        size, place = norm.max(1)                                       # (B,)
+        size, place = norm.max(1)  # (B,)
         self.places += (place - ahead).tolist()
-        self.add({"hidden": real[:, None]}, sequences=torch.ones(len(h)),
-                 massive=norm[:, ahead] / norm[:, ahead + 1:].mean(1),
-                 largest=size / ((norm.sum(1) - size) / (norm.shape[1] - 1)),
-                 carrier=h[torch.arange(len(h), device=h.device), place],               # (B, C)
-                 median=h.abs().flatten(1).median(1)[0],
-                 spread=(real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1))
+        self.add(
+            {"hidden": real[:, None]},
+            sequences=torch.ones(len(h)),
+            massive=norm[:, ahead] / norm[:, ahead + 1 :].mean(1),
+            largest=size / ((norm.sum(1) - size) / (norm.shape[1] - 1)),
+            carrier=h[torch.arange(len(h), device=h.device), place],  # (B, C)
+            median=h.abs().flatten(1).median(1)[0],
+            spread=(real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1),
+        )
 
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
         q, k = entering_the_score(module, q, k)
-        first, rest = k[:, :, module.ahead, None], slice(module.ahead + 1, None)        # (B, H, 1, D)
+        first, rest = k[:, :, module.ahead, None], slice(module.ahead + 1, None)  # (B, H, 1, D)
         parts = {"input": x[:, None], "query": q, "key": k, "value": v}
-        self.add({name: part[..., module.ahead:, :].float() for name, part in parts.items()},
-                 cos_qk=F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)),
-                 cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)))
+        self.add(
+            {name: part[..., module.ahead :, :].float() for name, part in parts.items()},
+            cos_qk=F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)),
+            cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)),
+        )
 
     def result(self):
-        """Means over the sequences, as plain numbers. STREAM in evals/probe.py has the meanings of massive, largest,
-        spread, cos_qk and cos_kk. The other keys:
+        """Means over the sequences, as plain numbers. STREAM in evals/probe.py has the meanings of
+        massive, largest, spread, cos_qk and cos_kk. The other keys:
 
         at, at_share    the most frequent position of the token with the largest norm, and its share of the sequences
-        channels        the 3 largest channels of that token: [[channel, value, value over the median magnitude]]
+        channels        the 3 largest channels of that token: [[channel, value, value over the
+                        median magnitude]]
         *_norm, *_var   for each of PARTS: [the first token's, mean of the others]; after the last layer of hidden alone
         positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
         """
@@ -70,11 +84,22 @@ class Stream:
         at = max(sorted(set(self.places)), key=self.places.count)
         carrier, median = mean["carrier"], mean["median"]
         top = carrier.abs().topk(min(3, len(carrier)))[1]
-        found = {name: plain(mean[name]) for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median")
-                 if name in mean}
-        found |= {"at": at, "at_share": self.places.count(at) / len(self.places), "positions": {},
-                  "channels": [[int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top]}
-        for name in [f"{part}_{kind}" for part in PARTS for kind in ("norm", "var") if f"{part}_norm" in mean]:
+        found = {
+            name: plain(mean[name])
+            for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median")
+            if name in mean
+        }
+        found |= {
+            "at": at,
+            "at_share": self.places.count(at) / len(self.places),
+            "positions": {},
+            "channels": [
+                [int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top
+            ],
+        }
+        for name in [
+            f"{part}_{kind}" for part in PARTS for kind in ("norm", "var") if f"{part}_norm" in mean
+        ]:
             found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
             found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
         return found
@@ -86,18 +111,25 @@ def plain(value):
 
 
 def entering_the_score(module, q, k):
-    """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed, mapped to features.
-    Scales are left out, because some of them grow with the length and are 0 for the first query. If the rotation treats
-    the first keys specially and doubles the width (see Layer.projected), the queries are those for the first keys."""
+    """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed,
+    mapped to features. Scales are left out, because some of them grow with the length and are 0 for
+    the first query. If the rotation treats the first keys specially and doubles the width (see
+    Layer.projected), the queries are those for the first keys."""
     q, k = (module.featured(part).float().unflatten(-1, (-1, module.width)) for part in (q, k))
-    return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)          # one of the two halves of a doubled key is 0
+    # one of the two halves of a doubled key is 0
+    return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)
 
 
 @contextlib.contextmanager
 def watching(model, see):
-    """Inside this context, see(l, h) gets the stream h (B, ahead + T, C) that enters layer l or leaves the last one."""
-    places = [model.transformer.drop, *model.transformer.h]             # the embeddings, then the output of each block
-    hooks = [place.register_forward_hook(lambda module, inputs, h, l=l: see(l, h)) for l, place in enumerate(places)]
+    """Inside this context, see(l, h) gets the stream h (B, ahead + T, C) that enters layer l or
+    leaves the last one."""
+    # the embeddings, then the output of each block
+    places = [model.transformer.drop, *model.transformer.h]
+    hooks = [
+        place.register_forward_hook(lambda module, inputs, h, l=l: see(l, h))
+        for l, place in enumerate(places)
+    ]
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ statement: tests/test_theory.py breaks each of them.
 [2] Threshold Differential Attention, arXiv 2601.12145. [3] Focus, 2604.03260. [4] Attention Sink
 Forges Native MoE, 2602.01203.
 """
+
 import itertools
 import math
 from collections.abc import Callable
@@ -26,13 +27,14 @@ from evals.instrument import legend, table
 from mixers import focus
 from model import GPT, GPTConfig
 
-WIDTH, NEAR = 64, 16                            # head dimension; keys that Focus treats as near
-PAIRS = 2 ** 20                                 # of queries and keys, at each length
+WIDTH, NEAR = 64, 16  # head dimension; keys that Focus treats as near
+PAIRS = 2**20  # of queries and keys, at each length
 
 
 @dataclass
 class Theory(Knobs):
     """Flags of theory"""
+
     seed: int = knob(2, "seed of all random tensors", least=0)
     json: bool = knob(False, "print JSON instead of a table")
 
@@ -40,7 +42,8 @@ class Theory(Knobs):
 def layer_of(attn, dice, **axes):
     """An untrained attention layer of four heads that reads inputs (B, 64, 64)."""
     config = GPTConfig(
-        block_size=64, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn=attn, **axes)
+        block_size=64, vocab_size=8, n_layer=1, n_head=4, n_embd=64, attn=attn, **axes
+    )
     return GPT(config, dice.initial_seed()).eval().transformer.h[0].attn
 
 
@@ -66,10 +69,10 @@ def survivors(dice, views=1, beta=1.0):
     largest = 0.0
     for n, kappa in itertools.product((64, 512, 4096, 65_536), (1, 4)):
         cosines = [random_cosines(PAIRS // n, n, WIDTH, dice) for _ in range(views)]
-        passed = torch.stack(cosines) > threshold(n, beta, kappa)       # (views, rows, n)
+        passed = torch.stack(cosines) > threshold(n, beta, kappa)  # (views, rows, n)
         count = passed.all(0).sum(-1).double()
         sure = count.mean() - 3 * count.std() / len(count) ** 0.5
-        largest = max(largest, sure.item() * n ** (views - 1) / kappa ** views)
+        largest = max(largest, sure.item() * n ** (views - 1) / kappa**views)
     return largest
 
 
@@ -98,7 +101,7 @@ def range_of_sums(dice, attn="diff"):
     layer = layer_of(attn, dice)
     q = torch.randn(8, layer.shapes["q"][0], 64, layer.shapes["q"][1], generator=dice)
     k = torch.randn(8, layer.shapes["k"][0], 64, layer.shapes["k"][1], generator=dice)
-    sums = layer.weights_of(q, k, torch.randn(8, 64, 64, generator=dice)).sum(-1)       # (B, H, T)
+    sums = layer.weights_of(q, k, torch.randn(8, 64, 64, generator=dice)).sum(-1)  # (B, H, T)
     return (sums.amax((0, 2)) - sums.amin((0, 2))).max().item()
 
 
@@ -141,7 +144,7 @@ def change_by_routing(dice, count=3):
     """The largest difference between the outputs of sparse and of full attention."""
     q, k, v = torch.randn(3, 1, 2, 512, 32, generator=dice)
     full = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    routed, _ = focus.sparse(q, k, v, members_of(count, dice), NEAR, 32 ** -0.5)
+    routed, _ = focus.sparse(q, k, v, members_of(count, dice), NEAR, 32**-0.5)
     return (routed - full).abs().max().item()
 
 
@@ -167,14 +170,18 @@ def cosine_of_parts(dice, parts=DISJOINT, dtype=torch.float32, T=256, K=4):
     group = torch.randint(K, (T,), generator=dice)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
     same, near = seen & (group[:, None] == group), seen.triu(1 - NEAR)
-    sets = {"same group": same, "near, other group": near & ~same,
-            "near": near, "near, same group": near & same}
-    s = q @ k.mT / 32 ** 0.5
+    sets = {
+        "same group": same,
+        "near, other group": near & ~same,
+        "near": near,
+        "near, same group": near & same,
+    }
+    s = q @ k.mT / 32**0.5
     exact = s.masked_fill(~(same | near), -math.inf).softmax(-1) @ v
     outputs = []
     for name, sign in parts.items():
         e = s.to(dtype).exp() * sets[name]
-        mass = e.sum(-1, keepdim=True)          # 0 for a row without pairs
+        mass = e.sum(-1, keepdim=True)  # 0 for a row without pairs
         outputs.append((sign, (e / mass.clamp(min=1e-6)) @ v.to(dtype), mass.log()))
     total = sum(sign * lse.exp() for sign, _, lse in outputs).log()
     o = sum(sign * o * (lse - total).exp() for sign, o, lse in outputs)
@@ -192,7 +199,7 @@ def error_of_gate(dice, value=0.0, T=64, d=32):
     s = s.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -math.inf)
     sink = torch.full((T, 1), 4.0, dtype=torch.float64)
     w = torch.cat([sink, s], 1).softmax(-1)
-    sinks_value = value * v.norm(dim=-1).mean() / d ** 0.5              # d equal numbers
+    sinks_value = value * v.norm(dim=-1).mean() / d**0.5  # d equal numbers
     o = w[:, 1:] @ v + w[:, :1] * sinks_value
     gated = (1 - w[:, :1]) * (s.softmax(-1) @ v)
     return ((gated - o).norm(dim=-1).mean() / o.norm(dim=-1).mean()).item()
@@ -202,60 +209,135 @@ def error_of_gate(dice, value=0.0, T=64, d=32):
 
 
 class Statement(NamedTuple):
-    place: str                                  # paper, and its section, equation or table
-    check: Callable                             # dice -> a number
-    least: float                                # bounds of the number
+    place: str  # paper, and its section, equation or table
+    check: Callable  # dice -> a number
+    least: float  # bounds of the number
     most: float
-    paper: str                                  # what the paper says about the number
-    meaning: str                                # the statement: what was computed
+    paper: str  # what the paper says about the number
+    meaning: str  # the statement: what was computed
 
 
 STATEMENTS = {
     "one view": Statement(
-        "[2] theorem 4.3", survivors, -1, 1, "at most 1",
-        "at most kappa unrelated keys of a row pass: keys that pass, over kappa"),
+        "[2] theorem 4.3",
+        survivors,
+        -1,
+        1,
+        "at most 1",
+        "at most kappa unrelated keys of a row pass: keys that pass, over kappa",
+    ),
     "two views": Statement(
-        "[2] theorem 4.6", partial(survivors, views=2), -1, 1, "at most 1",
-        "at most kappa^2 / n keys pass in both views: keys that pass in both, over this bound"),
+        "[2] theorem 4.6",
+        partial(survivors, views=2),
+        -1,
+        1,
+        "at most 1",
+        "at most kappa^2 / n keys pass in both views: keys that pass in both, over this bound",
+    ),
     "TRA is focused": Statement(
-        "[2] theorem 4.4", spread, 0, 1, "tends to 0",
-        "rows do not disperse: entropy over log n, at n = 65,536 over that at n = 64"),
+        "[2] theorem 4.4",
+        spread,
+        0,
+        1,
+        "tends to 0",
+        "rows do not disperse: entropy over log n, at n = 65,536 over that at n = 64",
+    ),
     "TDA is focused": Statement(
-        "[2] theorem 4.7", partial(spread, mix=0.5), 0, 1, "tends to 0",
-        "nor does the difference of two views: the same number"),
+        "[2] theorem 4.7",
+        partial(spread, mix=0.5),
+        0,
+        1,
+        "tends to 0",
+        "nor does the difference of two views: the same number",
+    ),
     "free sum": Statement(
-        "[2] table 1", range_of_sums, 1e-3, math.inf, "not fixed",
-        "no sum-to-1 in differential softmax: the largest difference of two row sums"),
+        "[2] table 1",
+        range_of_sums,
+        1e-3,
+        math.inf,
+        "not fixed",
+        "no sum-to-1 in differential softmax: the largest difference of two row sums",
+    ),
     "causal": Statement(
-        "[3] section 2", leak, 0, 0, "not discussed",
-        "training with Sinkhorn is causal: change of earlier shares if the last token changes"),
+        "[3] section 2",
+        leak,
+        0,
+        0,
+        "not discussed",
+        "training with Sinkhorn is causal: change of earlier shares if the last token changes",
+    ),
     "pruning gate": Statement(
-        "[3] eq. 2", mass_of_shut_pairs, 0, 0.01, "pruned",
-        "a gate of 0 prunes a pair: mass of a row on the pairs whose gate is 0"),
+        "[3] eq. 2",
+        mass_of_shut_pairs,
+        0,
+        0.01,
+        "pruned",
+        "a gate of 0 prunes a pair: mass of a row on the pairs whose gate is 0",
+    ),
     "top-2 of 4": Statement(
-        "[3] section 1", pairs_kept, 0.45, 0.75, "half",
-        "two of four groups keep half of the distant pairs: share of pairs kept"),
+        "[3] section 1",
+        pairs_kept,
+        0.45,
+        0.75,
+        "half",
+        "two of four groups keep half of the distant pairs: share of pairs kept",
+    ),
     "top-3 of 4": Statement(
-        "[3] section 3.5", change_by_routing, 0, 1e-5, "exact",
-        "three of four groups restore full attention: largest change of the output"),
+        "[3] section 3.5",
+        change_by_routing,
+        0,
+        1e-5,
+        "exact",
+        "three of four groups restore full attention: largest change of the output",
+    ),
     "10 iterations": Statement(
-        "[3] section 4", largest_group, 0, 3 / 16, "0.20",
-        "Sinkhorn balances 8 groups in ten iterations: the largest group's share, 0.125 if even"),
+        "[3] section 4",
+        largest_group,
+        0,
+        3 / 16,
+        "0.20",
+        "Sinkhorn balances 8 groups in ten iterations: the largest group's share, 0.125 if even",
+    ),
     "3 iterations": Statement(
-        "[3] table 9", partial(largest_group, iterations=3), 0.5, 1, "0.95",
-        "but not in three iterations: the same number"),
+        "[3] table 9",
+        partial(largest_group, iterations=3),
+        0.5,
+        1,
+        "0.95",
+        "but not in three iterations: the same number",
+    ),
     "merging": Statement(
-        "[3] appendix D", cosine_of_parts, 0.99995, 1.00005, "1.0000",
-        "attention over disjoint sets of pairs merges exactly: least cosine with the exact output"),
+        "[3] appendix D",
+        cosine_of_parts,
+        0.99995,
+        1.00005,
+        "1.0000",
+        "attention over disjoint sets of pairs merges exactly: least cosine with the exact output",
+    ),
     "subtracting": Statement(
-        "[3] appendix D", partial(cosine_of_parts, parts=OVERLAPPING, dtype=torch.float16), -1,
-        0.95, "0.79", "but subtracting an overlap is catastrophic: the same, in float16"),
+        "[3] appendix D",
+        partial(cosine_of_parts, parts=OVERLAPPING, dtype=torch.float16),
+        -1,
+        0.95,
+        "0.79",
+        "but subtracting an overlap is catastrophic: the same, in float16",
+    ),
     "sink as gate": Statement(
-        "[4] eq. 4", error_of_gate, 0, 1e-12, "exact",
-        "a sink whose value is 0 is a gate on the output: relative error in float64"),
+        "[4] eq. 4",
+        error_of_gate,
+        0,
+        1e-12,
+        "exact",
+        "a sink whose value is 0 is a gate on the output: relative error in float64",
+    ),
     "token as gate": Statement(
-        "[4] section 3.1", partial(error_of_gate, value=0.1), 0, 0.1, "negligible",
-        "and so is a token with a small value: the same, if it has a tenth of the usual norm"),
+        "[4] section 3.1",
+        partial(error_of_gate, value=0.1),
+        0,
+        0.1,
+        "negligible",
+        "and so is a token with a small value: the same, if it has a tenth of the usual norm",
+    ),
 }
 
 
@@ -269,10 +351,16 @@ def command(args, run=None):
     for name, statement in STATEMENTS.items():
         number = statement.check(torch.Generator().manual_seed(args.seed))
         found[name] = {
-            "place": statement.place, "meaning": statement.meaning, "number": number,
-            "paper": statement.paper, "verdict": verdict(statement, number)}
-    rows = [[name, row["place"], f"{row['number']:.3g}", row["paper"], row["verdict"]]
-            for name, row in found.items()]
+            "place": statement.place,
+            "meaning": statement.meaning,
+            "number": number,
+            "paper": statement.paper,
+            "verdict": verdict(statement, number),
+        }
+    rows = [
+        [name, row["place"], f"{row['number']:.3g}", row["paper"], row["verdict"]]
+        for name, row in found.items()
+    ]
     text = table(rows, ["statement", "where", "computed", "the paper", "verdict"])
     meanings = legend({name: row["meaning"] for name, row in found.items()})
     return {"seed": args.seed, "statements": found}, f"{text}\n\n{meanings}"

@@ -1,8 +1,11 @@
-"""The mixers: attention, and layers that replace it with the same interface (attend, weights_of, causal, cached).
+"""The mixers: attention, and layers that replace it with the same interface (attend, weights_of,
+causal, cached).
 
-A mixer is a class with a table of its axes. A recipe of attention.ATTENTIONS names its mixer. All mixers are listed
-here: a new mixer is a row of MIXERS. A new axis also needs a field of model.GPTConfig.
+A mixer is a class with a table of its axes. A recipe of attention.ATTENTIONS names its mixer. All
+mixers are listed here: a new mixer is a row of MIXERS. A new axis also needs a field of
+model.GPTConfig.
 """
+
 import attention
 from axes import options
 from mixers.focus import Focus
@@ -11,9 +14,14 @@ from mixers.recurrent import Recurrent
 from mixers.routing import Routing
 from mixers.selection import Selection
 
-MIXERS = {                                      # the first is the default
-    "attention": attention.Attention, "focus": Focus, "routing": Routing, "performer": Performer,
-    "recurrent": Recurrent, "selection": Selection}
+MIXERS = {  # the first is the default
+    "attention": attention.Attention,
+    "focus": Focus,
+    "routing": Routing,
+    "performer": Performer,
+    "recurrent": Recurrent,
+    "selection": Selection,
+}
 # {axis: the values that any mixer accepts}. Each mixer lists only the axes it supports
 AXES = {"mixer": MIXERS}
 for _mixer in MIXERS.values():
@@ -21,8 +29,8 @@ for _mixer in MIXERS.values():
 NUMBERS = {name: number for mixer in MIXERS.values() for name, number in mixer.numbers.items()}
 DEFAULTS = {axis: next(iter(values)) for axis, values in AXES.items()}
 DEFAULTS |= {name: number.default for name, number in NUMBERS.items()}
-ADDED = {name for mixer in MIXERS.values() for name in mixer.added}     # to plain attention
-RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)             # for --train_only
+ADDED = {name for mixer in MIXERS.values() for name in mixer.added}  # to plain attention
+RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)  # for --train_only
 
 
 def layer_of(config, layer):
@@ -31,8 +39,13 @@ def layer_of(config, layer):
 
 
 def trained_recipes():
-    """The recipes that can be trained, a list. The others change a model that was trained with softmax."""
-    return [name for name, axes in attention.ATTENTIONS.items() if MIXERS[axes.get("mixer", "attention")].trains]
+    """The recipes that can be trained, a list. The others change a model that was trained with
+    softmax."""
+    return [
+        name
+        for name, axes in attention.ATTENTIONS.items()
+        if MIXERS[axes.get("mixer", "attention")].trains
+    ]
 
 
 def has_weights(recipe):
@@ -41,57 +54,85 @@ def has_weights(recipe):
 
 
 def check_axes(config):
-    """Raise ValueError, with the reason, if a mixer does not accept a choice, or choices or layers do not combine."""
+    """Raise ValueError, with the reason, if a mixer does not accept a choice, or choices or layers
+    do not combine."""
     mixer = MIXERS[config.mixer]
     for axis, default in DEFAULTS.items():
         value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
         if value in known or axis in mixer.numbers:
             continue
-        others = [name for name, other in MIXERS.items() if value in other.axes.get(axis, ()) or axis in other.numbers]
-        why = mixer.refused.get(axis) or (f"it accepts {', '.join(map(str, known))}" if axis in mixer.axes else
-                                          f"only mixer {' or '.join(others)} has it")
-        raise ValueError(f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): {why}")
+        others = [
+            name
+            for name, other in MIXERS.items()
+            if value in other.axes.get(axis, ()) or axis in other.numbers
+        ]
+        why = mixer.refused.get(axis) or (
+            f"it accepts {', '.join(map(str, known))}"
+            if axis in mixer.axes
+            else f"only mixer {' or '.join(others)} has it"
+        )
+        raise ValueError(
+            f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): {why}"
+        )
     args, choices = options.constants(config, mixer.axes), options.chosen(config, mixer.axes)
-    changed = [number for name, number in mixer.numbers.items() if getattr(config, name) != number.default]
+    changed = [
+        number for name, number in mixer.numbers.items() if getattr(config, name) != number.default
+    ]
     for choice in [*choices.values(), *changed]:
         if choice.refuse and (reason := choice.refuse(config, args, choices)):
             raise ValueError(reason)
     if len(kinds := config.kinds) > config.n_layer:
-        raise ValueError(f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it")
-    for axis in ("pos", "sink", "diff"):        # embedded positions, a token ahead, the number of heads
-        sorts = {value: (row.embeds, row.ahead, row.heads(2, 2, 1)[2]) for value, row in AXES[axis].items()}
+        raise ValueError(
+            f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it"
+        )
+    for axis in ("pos", "sink", "diff"):  # embedded positions, a token ahead, the number of heads
+        sorts = {
+            value: (row.embeds, row.ahead, row.heads(2, 2, 1)[2])
+            for value, row in AXES[axis].items()
+        }
         value = getattr(config, axis)
         alike = [other for other in sorts if sorts[other] == sorts[value]]
-        wrong = dict.fromkeys(getattr(kind, axis) for kind in kinds if getattr(kind, axis) not in alike)
+        wrong = dict.fromkeys(
+            getattr(kind, axis) for kind in kinds if getattr(kind, axis) not in alike
+        )
         if wrong:
             raise ValueError(
                 f"--layers={config.layers}: {axis}={value}, from the preset, the first recipe or the default, does "
                 f"not combine with a layer's {axis}={' or '.join(wrong)}: add --{axis}=VALUE to have one in all "
-                f"layers, or give each layer {axis}={' or '.join(alike)}")
+                f"layers, or give each layer {axis}={' or '.join(alike)}"
+            )
 
 
 def check_packs(config):
-    """Raise ValueError if a layer cannot keep packed documents (--docs) apart. Only attention can."""
+    """Raise ValueError if a layer cannot keep packed documents (--docs) apart. Only attention
+    can."""
     if config.mixer != "attention":
-        raise ValueError(f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which does "
-                         "not keep documents apart: leave out --docs, or look at an earlier run after git "
-                         "checkout 55b941e")
+        raise ValueError(
+            f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which does "
+            "not keep documents apart: leave out --docs, or look at an earlier run after git "
+            "checkout 55b941e"
+        )
     if config.sink == "token":
-        raise ValueError("--docs=1 cannot be used with --sink=token, which precedes the first document only: use "
-                         "--sink=key_value")
+        raise ValueError(
+            "--docs=1 cannot be used with --sink=token, which precedes the first document only: use "
+            "--sink=key_value"
+        )
 
 
 def choose_kernel(config, device, importance=False):
-    """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps "torch and sdpa".
-    importance: whether head importance is measured. Without a gate this takes a row's log-sum-exp, which sdpa does not
-    return. Raises ValueError if an explicit --kernel cannot run."""
+    """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps
+    "torch and sdpa". importance: whether head importance is measured. Without a gate this takes a
+    row's log-sum-exp, which sdpa does not return. Raises ValueError if an explicit --kernel cannot
+    run."""
     found = []
     for kind in config.kinds:
         kernel = attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
         if kernel == "sdpa" and importance and kind.gate == "none":
             if config.kernel == "sdpa":
-                raise ValueError("--kernel=sdpa: --head_balance needs the log-sum-exp of each row, which torch's fused "
-                                 "softmax does not return; use auto or torch")
+                raise ValueError(
+                    "--kernel=sdpa: --head_balance needs the log-sum-exp of each row, which torch's fused "
+                    "softmax does not return; use auto or torch"
+                )
             kernel = "torch"
         found.append(kernel)
     return " and ".join(dict.fromkeys(found))

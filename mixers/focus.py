@@ -1,24 +1,28 @@
-"""Focus: learned groups of tokens decide which distant pairs may attend to each other. Source: Focus, section 2 and
-appendix D.
+"""Focus: learned groups of tokens decide which distant pairs may attend to each other. Source:
+Focus, section 2 and appendix D.
 
-A router gives every token x_i a share g_ik of each of K groups. The product g_i . g_j of two tokens' shares opens or
-shuts a gate on their score. Near pairs, i - j < window, have no gate. The rest is plain softmax attention:
+A router gives every token x_i a share g_ik of each of K groups. The product g_i . g_j of two
+tokens' shares opens or shuts a gate on their score. Near pairs, i - j < window, have no gate. The
+rest is plain softmax attention:
 
-    s'_ij = s_ij                                near                g_i = balance(W x_i . C^T / temperature)
+    s'_ij = s_ij                        near                g_i = balance(W x_i . C^T / temperature)
     s'_ij = s_ij gated by g_i . g_j             distant             gate = sigmoid(gate_scale (g_i . g_j - gate_offset))
 
 The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit trains only these:
-`train.py --init_from=RUN --attn=focus --train_only=focus`. Training computes every pair with its soft gate. With
---topk=k the model is evaluated as in the paper: a token is a member of its k largest groups, and a distant pair attends
-if and only if the two tokens share a group. Then the other distant pairs are never computed, see `sparse`.
+`train.py --init_from=RUN --attn=focus --train_only=focus`. Training computes every pair with its
+soft gate. With --topk=k the model is evaluated as in the paper: a token is a member of its k
+largest groups, and a distant pair attends if and only if the two tokens share a group. Then the
+other distant pairs are never computed, see `sparse`.
 
-The axis --balance chooses `balance`. With the gradient alone, one group takes all tokens (section 4). The paper's
-Sinkhorn evens out the groups over all tokens of a sequence, so an early token's groups depend on later tokens. The loss
-of such a model is not a prediction loss, and the model cannot be decoded. The default therefore carries the result of
-Sinkhorn from batch to batch, one number for each group. It is causal.
+The axis --balance chooses `balance`. With the gradient alone, one group takes all tokens (section
+4). The paper's Sinkhorn evens out the groups over all tokens of a sequence, so an early token's
+groups depend on later tokens. The loss of such a model is not a prediction loss, and the model
+cannot be decoded. The default therefore carries the result of Sinkhorn from batch to batch, one
+number for each group. It is causal.
 
 Shapes: B batch, H heads, R rows, T keys, D width of q and k, E of v, K groups.  x (B, T, C)   g (B, T, K)
 """
+
 import dataclasses
 import math
 from collections.abc import Callable
@@ -38,7 +42,7 @@ from axes.sight import Sight, visible
 from kernels import for_products, grouped, scaled_scores
 from mixers.base import Mixer, axes_of
 
-# -------------------------------------------------------------------------- the axis balance: how tokens find a group
+# -------------------------------------------------------- the axis balance: how tokens find a group
 
 
 def by_softmax(layer, s):
@@ -50,23 +54,26 @@ def by_softmax(layer, s):
 class Balance(Choice):
     """How a token's scores become shares of groups.
 
-    `count` returns a statistic of a training step's tokens, which is summed over micro-batches and ranks; if it is a
-    `sample`, only that of the step's first micro-batch is kept. After the step, `settle` updates the layer from it."""
-    shares: Callable = by_softmax               # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
-    causal: bool = True                         # no token's share depends on later tokens
-    detached: bool = False                      # the router's gradient ends at its input
-    count: Callable | None = None               # layer, s, z (B, T, d_g) = W x, g -> a tensor
+    `count` returns a statistic of a training step's tokens, which is summed over micro-batches and
+    ranks; if it is a `sample`, only that of the step's first micro-batch is kept. After the step,
+    `settle` updates the layer from it."""
+
+    # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
+    shares: Callable = by_softmax
+    causal: bool = True  # no token's share depends on later tokens
+    detached: bool = False  # the router's gradient ends at its input
+    count: Callable | None = None  # layer, s, z (B, T, d_g) = W x, g -> a tensor
     sample: bool = False
-    settle: Callable | None = None              # layer, the statistic of the step
-    penalty: Callable | None = None             # layer, g -> a term of the loss
+    settle: Callable | None = None  # layer, the statistic of the step
+    penalty: Callable | None = None  # layer, g -> a term of the loss
 
 
 def potentials(layer, s):
     """The potentials u (B, 1, K), mean 0, that Sinkhorn subtracts from the scores of each group.
 
-    Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum over groups. Here Q
-    is in logarithms. After the last division, each row of Q is softmax(s_i - u). NOT causal: the sum over tokens
-    includes later ones."""
+    Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum
+    over groups. Here Q is in logarithms. After the last division, each row of Q is softmax(s_i -
+    u). NOT causal: the sum over tokens includes later ones."""
     Q, u = s, 0.0
     for _ in range(layer.args["iterations"]):
         u = u + Q.logsumexp(1, keepdim=True)
@@ -80,8 +87,9 @@ def sinkhorn(layer, s):
 
 
 def with_potential(layer, s):
-    """g_i = softmax(s_i - u), where u averages Sinkhorn's potentials over the sequences of past steps. Causal: u is a
-    constant for the gradient and in evaluation. It starts at 0 and moves by `rate`, so the groups are not
+    """g_i = softmax(s_i - u), where u averages Sinkhorn's potentials over the sequences of past
+    steps. Causal: u is a constant for the gradient and in evaluation. It starts at 0 and moves by
+    `rate`, so the groups are not
     even in the first twenty steps or so."""
     return (s - layer.potential).softmax(-1)
 
@@ -92,14 +100,16 @@ def sum_of_potentials(layer, s, z, g):
 
 
 def confident_and_even(layer, g):
-    """The mean entropy of a token's shares minus the entropy of the mean share. It is low where each token is sure of
-    its group and the groups are even. The paper names "entropy and balance losses" without a formula; its "balance
-    weight x5" is penalty=0.05 here. It is computed for each micro-batch, so it depends on how a batch is split."""
+    """The mean entropy of a token's shares minus the entropy of the mean share. It is low where
+    each token is sure of its group and the groups are even. The paper names "entropy and balance
+    losses" without a formula; its "balance weight x5" is penalty=0.05 here. It is computed for each
+    micro-batch, so it depends on how a batch is split."""
     return layer.args["penalty"] * (entropy(g).mean() - entropy(g.mean((0, 1))))
 
 
 def entropy(p):
-    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # clamp: finite slope at p = 0
+    # clamp: finite slope at p = 0
+    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
 
 
 def sums_by_group(layer, s, z, g):
@@ -115,8 +125,8 @@ def move_centroids(layer, sums):
 
 
 def recluster(layer, z):
-    """Every `every` steps: run k-means on the tokens z (n, d_g) minus their mean, and take the directions of its means
-    as centroids."""
+    """Every `every` steps: run k-means on the tokens z (n, d_g) minus their mean, and take the
+    directions of its means as centroids."""
     layer.steps += 1
     if layer.steps % layer.args["every"] == 0:
         layer.middle.copy_(z.mean(0))
@@ -124,24 +134,28 @@ def recluster(layer, z):
 
 
 def k_means(z, K):
-    """K means (K, d) of points z (n, d), by ten rounds of k-means. Each mean starts at the point that is farthest
+    """K means (K, d) of points z (n, d), by ten rounds of k-means. Each mean starts at the point
+    that is farthest
     from the earlier starts."""
     means = z[:1]
     for _ in range(1, K):
         means = torch.cat([means, z[torch.cdist(z, means).amin(1).argmax()][None]])
     for _ in range(10):
-        member = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)    # (n, K)
+        member = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)  # (n, K)
         count = member.sum(0)[:, None]
         means = torch.where(count > 0, member.T @ z / count.clamp(min=1), means)
     return means
 
 
 def router(layer):
-    """W and the centroids. The paper gives no initial values. These give scores of unit variance for an input of unit
-    variance."""
+    """W and the centroids. The paper gives no initial values. These give scores of unit variance
+    for an input of unit variance."""
     C, d_g = layer.config.n_embd, layer.args["route_dim"]
-    return {"router": nn.Linear(C, d_g, bias=False), "router.weight": Normal(C ** -0.5),
-            "centroids": Normal(d_g ** -0.5, (layer.args["groups"], d_g))}
+    return {
+        "router": nn.Linear(C, d_g, bias=False),
+        "router.weight": Normal(C**-0.5),
+        "centroids": Normal(d_g**-0.5, (layer.args["groups"], d_g)),
+    }
 
 
 def router_alone(layer):
@@ -152,43 +166,69 @@ def router_alone(layer):
 
 
 # 62: a token's set of groups is stored as the bits of an int64
-ROUTER = {"groups": Constant(4, 1, 62), "route_dim": Constant(16, 1, 65536),
-          "temperature": Constant(0.1, 1e-6, math.inf)}
+ROUTER = {
+    "groups": Constant(4, 1, 62),
+    "route_dim": Constant(16, 1, 65536),
+    "temperature": Constant(0.1, 1e-6, math.inf),
+}
 SINKHORN = ROUTER | {"iterations": Constant(10, 0, 1000)}
 
-BALANCES = {                                    # the default is ours; the others are the paper's: section 2, table 8
-    "potential": Balance(learns=lambda layer: router(layer) | {"potential": Fixed(torch.zeros(layer.args["groups"]))},
-                         args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)}, shares=with_potential,
-                         count=sum_of_potentials, settle=lambda layer, sums: (
-                             layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]))),
+BALANCES = {  # the default is ours; the others are the paper's: section 2, table 8
+    "potential": Balance(
+        learns=lambda layer: (
+            router(layer) | {"potential": Fixed(torch.zeros(layer.args["groups"]))}
+        ),
+        args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)},
+        shares=with_potential,
+        count=sum_of_potentials,
+        settle=lambda layer, sums: layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]),
+    ),
     "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
     "softmax": Balance(learns=router, args=ROUTER),
-    "entropy": Balance(learns=router, args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
-                       penalty=confident_and_even),
+    "entropy": Balance(
+        learns=router,
+        args=ROUTER | {"penalty": Constant(0.01, 0.0, math.inf)},
+        penalty=confident_and_even,
+    ),
     "stop_gradient": Balance(learns=router, args=ROUTER, detached=True),
-    "ema": Balance(learns=router_alone, args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)}, detached=True,
-                   count=sums_by_group, settle=move_centroids),
-    "recluster": Balance(                       # from at most 512 tokens of the first sequence. middle: see `recluster`
-        learns=lambda layer: router_alone(layer) | {
-            "middle": Fixed(torch.zeros(layer.args["route_dim"])), "steps": Fixed(torch.zeros(()))},
-        args=ROUTER | {"every": Constant(100, 1, 10**9)}, sample=True,
-        count=lambda layer, s, z, g: z[0, ::-(-z.shape[1] // 512)], settle=recluster),
+    "ema": Balance(
+        learns=router_alone,
+        args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)},
+        detached=True,
+        count=sums_by_group,
+        settle=move_centroids,
+    ),
+    "recluster": Balance(  # from at most 512 tokens of the first sequence. middle: see `recluster`
+        learns=lambda layer: (
+            router_alone(layer)
+            | {
+                "middle": Fixed(torch.zeros(layer.args["route_dim"])),
+                "steps": Fixed(torch.zeros(())),
+            }
+        ),
+        args=ROUTER | {"every": Constant(100, 1, 10**9)},
+        sample=True,
+        count=lambda layer, s, z, g: z[0, :: -(-z.shape[1] // 512)],
+        settle=recluster,
+    ),
 }
 
-# ------------------------------------------------------------------- the axis affinity: what a gate does to a score
+# --------------------------------------------------- the axis affinity: what a gate does to a score
 
 
 def log_gate(s, z):
-    """s + log sigmoid(z): the gate multiplies the weight, so a shut gate removes the pair, like a mask.
+    """s + log sigmoid(z): the gate multiplies the weight, so a shut gate removes the pair, like a
+    mask.
 
-    Differs from the paper: its eq. 2 is `score_gate`. It has no value for gate_scale (its lambda) and no
-    gate_offset."""
+    Differs from the paper: its eq. 2 is `score_gate`. It has no value for gate_scale (its lambda)
+    and no gate_offset."""
     return s + F.logsigmoid(z)
 
 
 def score_gate(s, z):
-    """s sigmoid(z), the paper's eq. 2. A shut gate makes the score 0, which is not a mask: exp(0) = 1 is a usual
-    weight, and a negative score even rises. Without an offset, as in the paper, no gate is below 1/2."""
+    """s sigmoid(z), the paper's eq. 2. A shut gate makes the score 0, which is not a mask: exp(0) =
+    1 is a usual weight, and a negative score even rises. Without an offset, as in the paper, no
+    gate is below 1/2."""
     return s * torch.sigmoid(z)
 
 
@@ -199,46 +239,65 @@ def no_window(config, args, choices):
 
 def affinity(gated_score, offset):
     """A row of the table: this gate, and the default of its offset."""
-    return Choice(gated_score=gated_score, refuse=no_window, learns=lambda layer: {
-        name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")}, args={
-            "gate_scale": Constant(10.0), "gate_offset": Constant(offset), "learn_gate_scale": Constant(False),
-            "learn_gate_offset": Constant(False)})
+    return Choice(
+        gated_score=gated_score,
+        refuse=no_window,
+        learns=lambda layer: {
+            name: torch.tensor(float(layer.args[name])) for name in ("gate_scale", "gate_offset")
+        },
+        args={
+            "gate_scale": Constant(10.0),
+            "gate_offset": Constant(offset),
+            "learn_gate_scale": Constant(False),
+            "learn_gate_offset": Constant(False),
+        },
+    )
 
 
 AFFINITIES = {"log": affinity(log_gate, 0.5), "score": affinity(score_gate, 0.0)}
 
-# ------------------------------------------------------------------------------------------------------ all the axes
+# ------------------------------------------------------------------------------------- all the axes
 
 
 def more_than_groups(config, args, choices):
     if config.topk > args["groups"]:
-        return (f"--topk={config.topk} is more than the {args['groups']} groups: lower it, or raise "
-                "--attn_args=groups=NUMBER")
+        return (
+            f"--topk={config.topk} is more than the {args['groups']} groups: lower it, or raise "
+            "--attn_args=groups=NUMBER"
+        )
 
 
-AXES = axes_of(only(RULES, "softmax"), balance=BALANCES, affinity=AFFINITIES,
-               sink={name: choice for name, choice in SINKS.items() if not choice.ahead})
+AXES = axes_of(
+    only(RULES, "softmax"),
+    balance=BALANCES,
+    affinity=AFFINITIES,
+    sink={name: choice for name, choice in SINKS.items() if not choice.ahead},
+)
 
-# --------------------------------------------------------------------------------------- the sparse form: open pairs
+# ---------------------------------------------------------------------- the sparse form: open pairs
 
 
 def sparse(q, k, v, members, local, scale, fused=False):
-    """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1). members (B, T, K).
+    """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1).
+    members (B, T, K).
 
-    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near pairs that do not. A
-    softmax over both is exactly the mean of their outputs, weighted by their sums of exponentials. The paper has one
-    group for each token. With k groups a pair may share several and must count once. So tokens are sorted by their set
-    of groups, and the rows of one set see all keys whose sets share a group with it, in one softmax."""
-    sequences = [sparse_sequence(*parts, local, scale, fused)
-                 for parts in zip(*(y.split(1) for y in (q, k, v)), members, strict=True)]
+    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near
+    pairs that do not. A softmax over both is exactly the mean of their outputs, weighted by their
+    sums of exponentials. The paper has one group for each token. With k groups a pair may share
+    several and must count once. So tokens are sorted by their set of groups, and the rows of one
+    set see all keys whose sets share a group with it, in one softmax."""
+    sequences = [
+        sparse_sequence(*parts, local, scale, fused)
+        for parts in zip(*(y.split(1) for y in (q, k, v)), members, strict=True)
+    ]
     return tuple(torch.cat(parts) for parts in zip(*sequences, strict=True))
 
 
 def sets_of(members):
     """The distinct sets of groups among tokens, from members (T, K).
 
-    Returns each token's set as the bits of a number (T,), its index among the S sets (T,), the number of tokens in each
-    set (S,), and which sets share a group (S, S)."""
+    Returns each token's set as the bits of a number (T,), its index among the S sets (T,), the
+    number of tokens in each set (S,), and which sets share a group (S, S)."""
     bits = (members * 2 ** torch.arange(members.shape[1], device=members.device)).sum(-1)
     sets, set_index, sizes = bits.unique(return_inverse=True, return_counts=True)
     return bits, set_index, sizes, (sets[:, None] & sets) != 0
@@ -247,103 +306,133 @@ def sets_of(members):
 def sparse_sequence(q, k, v, members, local, scale, fused):
     """One sequence: q (1, H, T, D), k and v with as many heads or fewer, members (T, K)."""
     bits, set_index, sizes, share_group = sets_of(members)
-    order = set_index.argsort(stable=True)      # by set, and within a set by position
+    order = set_index.argsort(stable=True)  # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
         alone = share_group[number].sum() == 1  # the set shares groups with itself only
         keys = rows if alone else share_group[number][set_index].nonzero()[:, 0]
-        outputs.append(some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused))
+        outputs.append(
+            some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused)
+        )
     back, i = order.argsort(), torch.arange(len(bits), device=bits.device)
     o, r = (torch.cat(parts, 2)[:, :, back] for parts in zip(*outputs, strict=True))
     near, near_r = some_pairs(q, k, v, i, i, scale, fused, local, bits)
-    # (S, T): the last key, up to each position, that shares no group with the set. If it is not near, ignore `near`
+    # (S, T): the last key, up to each position, that shares no group with the set. If it is not
+    # near, ignore `near`
     last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
     near_r = near_r.masked_fill((last[set_index, i] <= i - local)[:, None], MASKED)
-    share = torch.sigmoid(r - near_r)           # weight of the keys that share a group
+    share = torch.sigmoid(r - near_r)  # weight of the keys that share a group
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
 
-ROWS = 512                                      # rows of a block; large, because these blocks have few keys
+ROWS = 512  # rows of a block; large, because these blocks have few keys
 
 
 def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
-    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own; both are sorted.
-    With `bits`, only over near keys (the last `local`) whose set of groups shares no bit with the row's. Returns o
+    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own;
+    both are sorted. With `bits`, only over near keys (the last `local`) whose set of groups shares
+    no bit with the row's. Returns o
     (1, H, R, E) and log-sum-exp (1, H, R, 1); both are meaningless for a row without keys."""
     square = len(rows) == len(keys)
     if fused and square:
-        o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=None if bits is None else bits[None])
+        o, r = kernels.attend(
+            "softmax", q, k, v, scale=scale, window=local, sets=None if bits is None else bits[None]
+        )
         return wide(o), r[..., None]
-    flash = q.device.type == "cpu" and not torch.is_grad_enabled()      # torch's fused kernel: its r has no gradient
+    # torch's fused kernel: its r has no gradient
+    flash = q.device.type == "cpu" and not torch.is_grad_enabled()
     if flash and square and bits is None:
         return masked_softmax(q, k, v, None, scale, flash)
     ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
     for start in range(0, len(rows), ROWS):
         stop = min(start + ROWS, len(rows))
-        block, part = slice(start, stop), slice(max(0, start + 1 - local) if local else 0, ends[stop - 1])
+        block, part = (
+            slice(start, stop),
+            slice(max(0, start + 1 - local) if local else 0, ends[stop - 1]),
+        )
         i, j = rows[block], keys[part]
         seen = visible(i[:, None], j, Sight(window=local))
         if bits is not None:
             seen = seen & ((bits[i, None] & bits[j]) == 0)
-        outputs.append(masked_softmax(q[:, :, block], k[:, :, part], v[:, :, part], seen, scale, flash))
+        outputs.append(
+            masked_softmax(q[:, :, block], k[:, :, part], v[:, :, part], seen, scale, flash)
+        )
     return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
 
 
 def masked_softmax(q, k, v, seen, scale, flash):
-    """Softmax of queries (1, H, R, D) over the keys (1, Hk, T, D) in the mask `seen` (R, T): output (1, H, R, E) and
-    log-sum-exp (1, H, R, 1). flash: use torch's fused kernel, for which seen=None means causal."""
+    """Softmax of queries (1, H, R, D) over the keys (1, Hk, T, D) in the mask `seen` (R, T): output
+    (1, H, R, E) and log-sum-exp (1, H, R, 1). flash: use torch's fused kernel, for which seen=None
+    means causal."""
     if flash:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        bias = None if seen is None else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        bias = (
+            None
+            if seen is None
+            else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+        )
         o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale)
+            q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale
+        )
         return wide(o), r[..., None]
-    s = wide(grouped(q * scale, k.mT))          # (1, H, R, T)
+    s = wide(grouped(q * scale, k.mT))  # (1, H, R, T)
     w = softmax(s, seen)
     return wide(grouped(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
 
 
-# ---------------------------------------------------------------------------------------------------------- the layer
+# ---------------------------------------------------------------------------------------- the layer
 
 
 class Focus(Mixer):
     """A layer of softmax attention with a router: (B, T, C) to (B, T, C).
 
     past, the cache of generation, also holds the tokens' shares of groups."""
+
     axes, retrofit, decided_by_x = AXES, True, "the token's groups"
-    refused = {                                 # {axis: why Focus does not accept its other values}
+    refused = {  # {axis: why Focus does not accept its other values}
         "window_every": "each layer has a router, which needs the layer's own window",
         "first": "its groups decide which keys a row sees beyond the window",
         "pos": "its sparse form sorts the keys by group, so a bias by distance cannot be added",
-        "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps"}
+        "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps",
+    }
     numbers = {"window": options.NUMBERS["window"], "topk": options.Number(0, more_than_groups)}
-    added = ("router.weight", "centroids", "gate_scale", "gate_offset", "potential", "middle", "steps")
+    added = (
+        "router.weight",
+        "centroids",
+        "gate_scale",
+        "gate_offset",
+        "potential",
+        "middle",
+        "steps",
+    )
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.groups = self.args["groups"]
-        self.local = self.sight.window          # pairs nearer than this have no gate
-        self.sight = self.sight._replace(window=0)                      # every earlier key is visible
+        self.local = self.sight.window  # pairs nearer than this have no gate
+        self.sight = self.sight._replace(window=0)  # every earlier key is visible
         self.causal = self.cached = self.choices["balance"].causal
-        self.counted = None                     # the statistic of this training step
+        self.counted = None  # the statistic of this training step
         self.penalized = self.choices["balance"].penalty is not None
 
     @property
     def hard(self):
-        """The number of groups of each token under hard gates; 0: soft gates. Training always uses soft gates, because
-        no gradient flows through a mask to the router."""
+        """The number of groups of each token under hard gates; 0: soft gates. Training always uses
+        soft gates, because no gradient flows through a mask to the router."""
         return 0 if self.training else self.config.topk
 
     # ------------------------------------------------------------------ routing
 
     def assign(self, x):
-        """Map the layer's normed input x (B, T, C) to the tokens' shares of groups g (B, T, K). Each token's shares sum
-        to 1. In float32, because the division by the temperature amplifies rounding."""
+        """Map the layer's normed input x (B, T, C) to the tokens' shares of groups g (B, T, K).
+        Each token's shares sum to 1. In float32, because the division by the temperature amplifies
+        rounding."""
         balance = self.choices["balance"]
         with torch.autocast(x.device.type, enabled=False):
-            z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)       # (B, T, d_g)
+            # (B, T, d_g)
+            z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)
             middle = getattr(self, "middle", 0.0)
-            s = (z - middle) @ self.centroids.mT / self.args["temperature"]             # (B, T, K)
+            s = (z - middle) @ self.centroids.mT / self.args["temperature"]  # (B, T, K)
             g = balance.shares(self, s)
         if self.training and balance.penalty:
             self.penalty = balance.penalty(self, g)
@@ -351,18 +440,21 @@ class Focus(Mixer):
             statistic = balance.count(self, s.detach(), z.detach(), g.detach())
             if self.counted is None:
                 self.counted = statistic
-            elif not balance.sample:            # a sample: the first micro-batch has the step's first sequence
+            # a sample: the first micro-batch has the step's first sequence
+            elif not balance.sample:
                 self.counted = self.counted + statistic
         return g
 
     @torch.no_grad()
     def finish_step(self, machine):
-        """After a training step: update the router from the step's statistic, equally on all ranks."""
-        self.penalty = 0.0                      # free its graph
+        """After a training step: update the router from the step's statistic, equally on all
+        ranks."""
+        self.penalty = 0.0  # free its graph
         balance, counted, self.counted = self.choices["balance"], self.counted, None
-        if counted is None or not self.router.weight.requires_grad:     # a frozen router keeps its groups
+        # a frozen router keeps its groups
+        if counted is None or not self.router.weight.requires_grad:
             return
-        if balance.sample:                      # all ranks take the main rank's: the others add 0 to the mean
+        if balance.sample:  # all ranks take the main rank's: the others add 0 to the mean
             counted = counted * machine.world * machine.main
         balance.settle(self, machine.mean(counted))
 
@@ -372,14 +464,16 @@ class Focus(Mixer):
         return torch.zeros_like(g, dtype=torch.bool).scatter(-1, g.topk(k, -1).indices, True)
 
     def gate_factors(self, g):
-        """Two factors a, b (B, 1, T, K + 1) such that a_i . b_j is the argument of the gate of tokens i and j. For hard
-        gates, it is above 0 if and only if they share a group."""
+        """Two factors a, b (B, 1, T, K + 1) such that a_i . b_j is the argument of the gate of
+        tokens i and j. For hard gates, it is above 0 if and only if they share a group."""
         if self.hard:
             g, scale, offset = wide(self.memberships(g, self.hard).to(g.dtype)), 1.0, 0.5
         else:
             scale, offset = self.gate_scale, self.gate_offset
         ones = torch.ones_like(g[..., :1])
-        return torch.cat([g * scale, -scale * offset * ones], -1)[:, None], torch.cat([g, ones], -1)[:, None]
+        return torch.cat([g * scale, -scale * offset * ones], -1)[:, None], torch.cat(
+            [g, ones], -1
+        )[:, None]
 
     # ------------------------------------------------------------------ the layer's interface
 
@@ -388,7 +482,8 @@ class Focus(Mixer):
         return {"g": extended(past, "g", self.assign(x), 1)}
 
     def attend(self, q, k, v, x, table=None, sight=None, g=None):
-        """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from x."""
+        """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from
+        x."""
         self.check(k, x if g is None else g, table)
         g = self.assign(x) if g is None else g
         R, sight = q.shape[2], sight or self.sight
@@ -399,19 +494,25 @@ class Focus(Mixer):
             o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, sight.scale, fused)
         else:
             a, b = self.gate_factors(g)
-            weights, parts = partial(self.gated_weights, sight), ("rows", "keys", "keys", "rows", "keys")
-            o, *r = kernels.run_blocks(partial(self.block, weights), sight, parts, q, k, v, a[:, :, -R:], b)
-        o = normalised_output(self, o, q, r[0] if r else None, None)    # an extra key takes its share of the weights
+            weights, parts = (
+                partial(self.gated_weights, sight),
+                ("rows", "keys", "keys", "rows", "keys"),
+            )
+            o, *r = kernels.run_blocks(
+                partial(self.block, weights), sight, parts, q, k, v, a[:, :, -R:], b
+            )
+        # an extra key takes its share of the weights
+        o = normalised_output(self, o, q, r[0] if r else None, None)
         return self.finished(o, x[:, -R:], v)
 
     def gated_weights(self, sight, i, q, k, a, b):
-        """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an extra key needs it. a
-        (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
+        """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an
+        extra key needs it. a (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
         affinity = self.choices["affinity"].gated_score
         j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
         near, seen = i[:, None] - j < self.local, visible(i[:, None], j, sight)
-        s = scaled_scores(q, k, sight.scale)                            # (B, H, R, keys)
-        z = grouped(a, b.mT)                                            # (B, 1, R, keys)
+        s = scaled_scores(q, k, sight.scale)  # (B, H, R, keys)
+        z = grouped(a, b.mT)  # (B, 1, R, keys)
         if self.hard:
             seen = seen & (near | (z > 0))
         else:
@@ -423,15 +524,21 @@ class Focus(Mixer):
         """See Mixer."""
         self.check(k, x, table)
         a, b = self.gate_factors(self.assign(x))
-        return self.softmax_blocks(lambda i, q, k: self.gated_weights(
-            sight or self.sight, i, q, k, a[:, :, i], b[:, :, :i[-1] + 1]), self.featured(q), self.featured(k))
+        return self.softmax_blocks(
+            lambda i, q, k: self.gated_weights(
+                sight or self.sight, i, q, k, a[:, :, i], b[:, :, : i[-1] + 1]
+            ),
+            self.featured(q),
+            self.featured(k),
+        )
 
     def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
-        """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never shut."""
+        """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never
+        shut."""
         all_pairs, T = super().bytes_read(q, k, v, x), k.shape[2]
         if not self.hard:
             return all_pairs + g.nbytes
-        members = self.memberships(g, self.hard)                        # (B, T, K)
+        members = self.memberships(g, self.hard)  # (B, T, K)
         near = torch.arange(T, device=g.device) > T - 1 - self.local
         is_open = near | (members & members[:, -1:]).any(-1)
         return all_pairs * is_open.double().mean().item() + g.nbytes
@@ -444,14 +551,22 @@ class Focus(Mixer):
         if groups == 1:
             return "--attn_args=groups=1: with one group there is nothing to learn; use two or more groups"
         if groups > config.block_size:
-            return (f"--attn_args=groups={groups}: more groups than the {config.block_size} tokens of --block_size "
-                    "cannot be even; use fewer groups")
+            return (
+                f"--attn_args=groups={groups}: more groups than the {config.block_size} tokens of --block_size "
+                "cannot be even; use fewer groups"
+            )
         if config.block_size <= config.window:
-            return (f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
-                    "near and the router would learn nothing: lower --window or raise --block_size")
+            return (
+                f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
+                "near and the router would learn nothing: lower --window or raise --block_size"
+            )
 
     @staticmethod
     def obstacles(config, device):
-        yield "triton", not config.topk, "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
+        yield (
+            "triton",
+            not config.topk,
+            "the soft gate of every pair has no kernel; hard gates (--topk=N) have one",
+        )
         yield from triton_obstacles(config, device, config.head_width)
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"

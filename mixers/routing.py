@@ -1,30 +1,36 @@
 """Routing attention: queries attend only to keys of their own clusters (Roy et al. 2003.05997).
 
 Each head has K centroids. For clustering, queries and keys are scaled to unit length. Each
-centroid takes the w queries and the w keys of the whole sequence that are nearest to it. Softmax runs inside each
-cluster, over the keys at or before the query. A query in several clusters gets the mean of their outputs. A query in no
-cluster gets 0, and so does a query without an earlier key in its cluster.
+centroid takes the w queries and the w keys of the whole sequence that are nearest to it. Softmax
+runs inside each cluster, over the keys at or before the query. A query in several clusters gets the
+mean of their outputs. A query in no cluster gets 0, and so does a query without an earlier key in
+its cluster.
 
-A cluster takes the nearest tokens of the whole sequence, so a later token can replace an earlier one. No query reads a
-later value, but which values it reads depends on later tokens. This holds in training and in every perplexity measured
-this way. So `causal` is False, and step-by-step decoding is impossible.
+A cluster takes the nearest tokens of the whole sequence, so a later token can replace an earlier
+one. No query reads a later value, but which values it reads depends on later tokens. This holds in
+training and in every perplexity measured this way. So `causal` is False, and step-by-step decoding
+is impossible.
 
-Centroids start as random unit vectors. After each training step (`finish_step`) they move towards the mean of the
-queries and keys nearest to them: all the way at first, later by 0.001 of the way (the paper's decay of 0.999).
+Centroids start as random unit vectors. After each training step (`finish_step`) they move towards
+the mean of the queries and keys nearest to them: all the way at first, later by 0.001 of the way
+(the paper's decay of 0.999).
 
-Differs from the authors' code (google-research/routing_transformer): there, queries and keys go through a LayerNorm
-without weights, for clustering and for the scores, and the scores are not divided by sqrt(D). In a decoder the keys are
-the queries (share_qk), and relative positions are learned inside each cluster. A centroid is a running mean of these
-normed vectors, of any length. Here only clustering uses unit length: scores are q.k / sqrt(D) of the original
-queries and keys, which have separate projections, as in the public PyTorch code (routing_transformer 1.6.1).
---qk_norm=rms --scale=one comes close to the authors' scores.
+Differs from the authors' code (google-research/routing_transformer): there, queries and keys go
+through a LayerNorm without weights, for clustering and for the scores, and the scores are not
+divided by sqrt(D). In a decoder the keys are the queries (share_qk), and relative positions are
+learned inside each cluster. A centroid is a running mean of these normed vectors, of any length.
+Here only clustering uses unit length: scores are q.k / sqrt(D) of the original
+queries and keys, which have separate projections, as in the public PyTorch code
+(routing_transformer 1.6.1). --qk_norm=rms --scale=one comes close to the authors' scores.
 
-Left out: both implementations have local attention in some heads, and a loss of weight 1e-4 that pulls queries and keys
-to their centroids. The PyTorch code also learns an extra key for each cluster, and starts with ten rounds of k-means on
-its first batch.
+Left out: both implementations have local attention in some heads, and a loss of weight 1e-4 that
+pulls queries and keys to their centroids. The PyTorch code also learns an extra key for each
+cluster, and starts with ten rounds of k-means on its first batch.
 
-Shapes: B batch, H heads, R queries, T keys, D width of q and k, E of v, K clusters, w tokens of a cluster.
+Shapes: B batch, H heads, R queries, T keys, D width of q and k, E of v, K clusters, w tokens of a
+cluster.
 """
+
 import torch
 from torch.nn import functional as F
 
@@ -39,41 +45,53 @@ from mixers.base import Mixer, axes_of
 def random_directions(layer):
     """Centroids `means` (H, K, D), and `moves`, how often they have moved."""
     generator = torch.Generator().manual_seed(layer.depth)
-    means = torch.randn(layer.heads, layer.args["clusters"], layer.width, generator=generator, device="cpu")
+    means = torch.randn(
+        layer.heads, layer.args["clusters"], layer.width, generator=generator, device="cpu"
+    )
     return {"means": Fixed(F.normalize(means, dim=-1)), "moves": Fixed(torch.zeros(()))}
 
 
-CLUSTERED = Rule(learns=random_directions, args={
-    "clusters": Constant(8, 1, 65536),
-    "cluster_size": Constant(0, 0, 2**31)},     # w; 0: T / K, so that a token is in one cluster on average
-    weights=softmax)
+CLUSTERED = Rule(
+    learns=random_directions,
+    args={
+        "clusters": Constant(8, 1, 65536),
+        # w; 0: T / K, so that a token is in one cluster on average
+        "cluster_size": Constant(0, 0, 2**31),
+    },
+    weights=softmax,
+)
 
 
 class Routing(Mixer):
     """A layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
+
     axes = axes_of({"softmax": CLUSTERED}, scale=only(SCALES, "sqrt_d", "one"))
     causal, cached, added = False, False, ("means", "moves")
-    refused = {                                 # {axis: why routing does not accept its values}
+    refused = {  # {axis: why routing does not accept its values}
         "window": "clusters decide which keys a query sees; set their size with --attn_args=cluster_size=N",
-        "window_every": "it has no window", "first": "it has no window",
-        "pos": "it has no bias by distance within a cluster: use rope, none, sinusoidal or learned"}
+        "window_every": "it has no window",
+        "first": "it has no window",
+        "pos": "it has no bias by distance within a cluster: use rope, none, sinusoidal or learned",
+    }
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
-        self.sums = 0                           # (H, K, D): sums of unit queries and keys nearest to each centroid
+        self.sums = 0  # (H, K, D): sums of unit queries and keys nearest to each centroid
 
     def attend(self, q, k, v, x, table=None, sight=None):
-        """Softmax inside each cluster; in training its tokens also move the centroids. See Mixer."""
+        """Softmax inside each cluster; in training its tokens also move the centroids. See
+        Mixer."""
         self.check(k, x, table)
         q, k, v = self.prepare_heads(q, k, v)
         if self.training:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 unit = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)
-                nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1])   # (B, H, R + T, K)
+                # (B, H, R + T, K)
+                nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1])
                 self.sums = self.sums + (nearest.to(unit.dtype).mT @ unit).sum(0)
         rows, keys, w, count = self.clusters(q, k, sight)
         w = F.dropout(w, self.config.dropout, self.training)
-        o = w @ gathered(wide(v), keys)         # (B, H, K, w, E)
+        o = w @ gathered(wide(v), keys)  # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
         return self.finished(o, x, v)
@@ -84,41 +102,45 @@ class Routing(Mixer):
         return q, *(y.repeat_interleave(self.heads // y.shape[1], 1) for y in kv)
 
     def clusters(self, q, k, sight=None):
-        """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K, w, w), and the
-        number of clusters in which a query sees a key (B, H, R, 1), at least 1."""
+        """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K,
+        w, w), and the number of clusters in which a query sees a key (B, H, R, 1), at least 1."""
         R, T = q.shape[2], k.shape[2]
         rows, keys = self.nearest(q), self.nearest(k)
         seen = visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)
         s = wide(gathered(q, rows) @ gathered(k, keys).mT) * self.sight.scale
-        w = softmax(s, seen) * seen             # the softmax of a fully masked row is not 0
+        w = softmax(s, seen) * seen  # the softmax of a fully masked row is not 0
         sees_any = seen.any(-1).flatten(2).to(w.dtype)
         count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), sees_any)
         return rows, keys, w, count.clamp(min=1)[..., None]
 
     @torch.no_grad()
     def nearest(self, x):
-        """The positions of the w tokens nearest to each centroid: x (B, H, T, D) to (B, H, K, w)."""
+        """The positions of the w tokens nearest to each centroid: x (B, H, T, D) to (B, H, K,
+        w)."""
         T, K = x.shape[2], self.means.shape[1]
         size = min(self.args["cluster_size"] or -(-T // K), T)
         return self.closeness(F.normalize(wide(x), dim=-1)).topk(size, dim=2).indices.mT
 
     def closeness(self, unit):
-        """Cosine of unit vectors (B, H, T, D) with each centroid times the centroid's length, (B, H, T, K). The length
-        is at most 1, because a centroid is an average of unit vectors."""
+        """Cosine of unit vectors (B, H, T, D) with each centroid times the centroid's length, (B,
+        H, T, K). The length is at most 1, because a centroid is an average of unit vectors."""
         with torch.autocast(unit.device.type, enabled=False):
             return unit @ self.means.to(unit.dtype).mT
 
     @torch.no_grad()
     def finish_step(self, machine):
-        """After a training step: move each centroid towards the mean direction of the tokens nearest to it, on all
-        ranks. A centroid without tokens stays. The n-th move covers 1 / n of the way, but at least 0.001."""
+        """After a training step: move each centroid towards the mean direction of the tokens
+        nearest to it, on all ranks. A centroid without tokens stays. The n-th move covers 1 / n of
+        the way, but at least 0.001."""
         sums, self.sums = machine.mean(self.sums), 0
         self.moves += 1
         rate = torch.clamp(1 / self.moves, min=0.001)
         used = sums.abs().sum(-1, keepdim=True) > 0
-        self.means.lerp_(torch.where(used, F.normalize(sums, dim=-1), self.means).to(self.means.dtype), rate)
+        self.means.lerp_(
+            torch.where(used, F.normalize(sums, dim=-1), self.means).to(self.means.dtype), rate
+        )
 
-    # ------------------------------------------------------------------ attention weights, for instruments
+    # ----------------------------------------------------------- attention weights, for instruments
 
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, sight=None):
@@ -127,7 +149,8 @@ class Routing(Mixer):
         q, k = self.prepare_heads(q, k)
         rows, keys, w, count = self.clusters(q, k, sight)
         R, T = q.shape[2], k.shape[2]
-        places = rows[..., None] * T + keys[..., None, :]               # (B, H, K, w, w): in the flattened matrix
+        # (B, H, K, w, w): in the flattened matrix
+        places = rows[..., None] * T + keys[..., None, :]
         dense = w.new_zeros(*q.shape[:2], R * T).scatter_add(2, places.flatten(2), w.flatten(2))
         yield from (dense.unflatten(2, (R, T)) / count).split(kernels.BLOCK, 2)
 

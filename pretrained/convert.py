@@ -21,6 +21,7 @@ The model_type must be gpt2, llama, mistral, qwen2, qwen3, olmo2 or bloom. A key
 may change the logits, and that model.py lacks, is refused by name. A run is written only if its
 logits are those of transformers. Tensors keep their precision; quantized ones become float32.
 """
+
 import dataclasses
 import sys
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ from pretrained import export
 from pretrained.families import state_from
 from pretrained.sources import NAMES, explained, fetched, opened
 
-TOLERANCE = 1e-3                                # on logits in float32, in standard deviations
+TOLERANCE = 1e-3  # on logits in float32, in standard deviations
 
 
 def convert(name, path, origin, out):
@@ -46,19 +47,25 @@ def convert(name, path, origin, out):
     hints = facts.pop("id_hints")
     coder = coders.Tokenizer(tokenizer, name, path, hints)
     if coder.vocab_size > config.vocab_size:
-        raise ValueError(f"{path}: the tokenizer has ids up to {coder.vocab_size - 1}, the "
-                         f"embedding {config.vocab_size} rows: put the model's own tokenizer.json "
-                         "there")
-    ends = [coder.separator]                    # of a text; in a public tokenizer also of a turn
+        raise ValueError(
+            f"{path}: the tokenizer has ids up to {coder.vocab_size - 1}, the "
+            f"embedding {config.vocab_size} rows: put the model's own tokenizer.json "
+            "there"
+        )
+    ends = [coder.separator]  # of a text; in a public tokenizer also of a turn
     if coder.content:
         ends = coder.special_ids([*hints, {"eos_token": "<|im_end|>"}], "eos")
     state = state_from(theirs.state_dict(), config, theirs.config.model_type)
     check_logits(theirs, state, config, path)
     ids = {key: getattr(theirs.config, key) for key in export.BOS_AND_EOS}
-    meta = {"tokenizer": coder.name, "separator": coder.separator, "ends": ends,
-            "knobs": {"dataset": "stdlib"} | dataclasses.asdict(config),
-            "parameters": sum(p.numel() for p in theirs.parameters()),
-            "source": {"name": name, "from": origin} | facts | ids}
+    meta = {
+        "tokenizer": coder.name,
+        "separator": coder.separator,
+        "ends": ends,
+        "knobs": {"dataset": "stdlib"} | dataclasses.asdict(config),
+        "parameters": sum(p.numel() for p in theirs.parameters()),
+        "source": {"name": name, "from": origin} | facts | ids,
+    }
     write_converted(out, meta, state, coder.content)
     return meta
 
@@ -69,16 +76,18 @@ def check_logits(theirs, state, config, path):
     with torch.device("meta"):
         ours = GPT(config).eval()
     load_weights(ours, {name: p.float() for name, p in state.items()}, path, copy=False)
-    if theirs.dtype != torch.float32:           # the model of a GGUF refuses float()
+    if theirs.dtype != torch.float32:  # the model of a GGUF refuses float()
         theirs = theirs.float()
     random = torch.Generator().manual_seed(0)
     idx = torch.randint(config.vocab_size, (1, min(128, config.block_size)), generator=random)
     with explained(f"transformers cannot run the model of {path}"):
-        expected = theirs.eval()(idx).logits    # (1, T, V)
+        expected = theirs.eval()(idx).logits  # (1, T, V)
     off = (ours(idx)[0] - expected).abs().max() / expected.std()
-    if not off < TOLERANCE:                     # also nan
-        raise ValueError(f"{path}: model.py does not compute this model: its logits differ from "
-                         f"those of transformers by {off:.2g} standard deviations. Report it")
+    if not off < TOLERANCE:  # also nan
+        raise ValueError(
+            f"{path}: model.py does not compute this model: its logits differ from "
+            f"those of transformers by {off:.2g} standard deviations. Report it"
+        )
 
 
 def main(argv):
@@ -95,26 +104,33 @@ def main(argv):
     out, origin = args.out or Path("out") / name, str(path)
     with files.one_line_errors():
         if not (public or path.is_dir() or path.is_file() and path.suffix == ".gguf"):
-            raise ValueError(f"{path} is neither a folder with config.json nor a .gguf: name one, "
-                             f"or one of {', '.join(NAMES)}")
+            raise ValueError(
+                f"{path} is neither a folder with config.json nor a .gguf: name one, "
+                f"or one of {', '.join(NAMES)}"
+            )
         if out.resolve() == path:
-            raise ValueError(f"{out} is the folder of the weights themselves: name another one for "
-                             "the run with --out")
+            raise ValueError(
+                f"{out} is the folder of the weights themselves: name another one for "
+                "the run with --out"
+            )
         if (out / "meta.json").exists() and "source" not in read_run(out)[0]:
             raise ValueError(f"{out} holds a run that was trained: name another folder with --out")
         is_gguf = name == "smollm2" or path.suffix == ".gguf"
         needed = ["transformers", *["gguf", "accelerate"] * is_gguf]
         if missing := [package for package in needed if not find_spec(package)]:
-            raise ValueError("this needs packages that are not installed: "
-                             f"pip install {' '.join(missing)}")
+            raise ValueError(
+                f"this needs packages that are not installed: pip install {' '.join(missing)}"
+            )
         if public:
             path, origin = fetched(name, out.with_name("downloads"))
         source = convert(name, path, origin, out)["source"]
         tuned = ", instruction-tuned" * source["instruction_tuned"]
-        print(f"{out}: {name}, from weights in {source['precision']}{tuned}; "
-              f"licence: {source['licence'] or 'not stated'}\n"
-              f"next:  python eval.py sample --out_dir={out}\n"
-              f"       python eval.py probe --out_dir={out} --windows=8 --length=512")
+        print(
+            f"{out}: {name}, from weights in {source['precision']}{tuned}; "
+            f"licence: {source['licence'] or 'not stated'}\n"
+            f"next:  python eval.py sample --out_dir={out}\n"
+            f"       python eval.py probe --out_dir={out} --windows=8 --length=512"
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It can export plain softmax recipes with Llama's blocks (--norm=rmsnorm --mlp=sw
 (--pos=learned --bias=1), and refuses all others with the reason. Data in symbols has no tokenizer
 to write. It needs transformers: pip install transformers
 """
+
 import dataclasses
 import os
 import shutil
@@ -33,7 +34,7 @@ def export(run, folder):
     if folder.exists():
         raise ValueError(f"{folder} exists: name a new folder")
     tokenizer, separator = coders.content_of(path.parent), meta.get("separator")
-    if not tokenizer:                           # bytes and GPT-2 have one, symbols have none
+    if not tokenizer:  # bytes and GPT-2 have one, symbols have none
         coder = coders.tokenizer(meta.get("tokenizer") or "numbers")
         tokenizer, separator = coder.exported, coder.separator
     for key in BOS_AND_EOS:
@@ -45,7 +46,7 @@ def export(run, folder):
     theirs.load_state_dict(state, assign=True)
     theirs.tie_weights()
     theirs.config.dtype = theirs.dtype
-    part = folder.with_name(f".{folder.name}.part")             # renamed when it is complete
+    part = folder.with_name(f".{folder.name}.part")  # renamed when it is complete
     shutil.rmtree(part, ignore_errors=True)
     theirs.save_pretrained(part)
     if tokenizer:
@@ -58,21 +59,24 @@ def export(run, folder):
 
 def exported_config(config):
     """The config of transformers that gives the same model as a GPTConfig."""
-    wanted, differing = decisive(config), {}    # differing: {model_type: fields that differ}
+    wanted, differing = decisive(config), {}  # differing: {model_type: fields that differ}
     for kind in ("llama", "gpt2"):
         try:
             their_config = config_for(config, kind)
             back = decisive(config_from(their_config))
-        except ValueError:                      # such as GPT-2 with SwiGLU
+        except ValueError:  # such as GPT-2 with SwiGLU
             continue
-        differing[kind] = [f"{field}={value}" for field, value in wanted.items()
-                           if back.get(field, value) != value]
+        differing[kind] = [
+            f"{field}={value}" for field, value in wanted.items() if back.get(field, value) != value
+        ]
         if not differing[kind]:
             return their_config
     kind = min(differing, key=lambda kind: len(differing[kind]))
-    raise ValueError(f"this run cannot be exported, because a {kind} has no "
-                     f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm "
-                     "--mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)")
+    raise ValueError(
+        f"this run cannot be exported, because a {kind} has no "
+        f"{', '.join(differing[kind])}. Train a Llama (--norm=rmsnorm "
+        "--mlp=swiglu) or a GPT-2 (--pos=learned --bias=1)"
+    )
 
 
 def decisive(config):
@@ -80,9 +84,11 @@ def decisive(config):
     ignored = ["attn", "kernel", "dropout", "bias_range"]
     ignored += [] if config.pos == "rope" else ["rope_base"]
     values = dataclasses.asdict(config) | {
-        "head_dim": config.head_width, "n_inner": hidden_width(config),
+        "head_dim": config.head_width,
+        "n_inner": hidden_width(config),
         "qkv_bias": config.bias or config.qkv_bias,
-        "rope_scaling": parse_rope_scaling(config.rope_scaling)}
+        "rope_scaling": parse_rope_scaling(config.rope_scaling),
+    }
     return {field: value for field, value in values.items() if field not in ignored}
 
 

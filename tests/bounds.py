@@ -2,19 +2,22 @@
 
     same(a, b)          equal bit for bit. Only where the code promises it: a resumed run, two runs, the same products.
     close(a, b, ...)    equal up to rounding. The bound follows from the data type, from how many numbers are summed and
-                        from how large they are, so it holds for every SIMD width, thread count and torch version.
-    below(a, b)         an inequality of the science, which must hold by a factor and not by a percent.
+                        from how large they are, so it holds for every SIMD width, thread count and
+                        torch version.
+    below(a, b)      an inequality of the science, which must hold by a factor and not by a percent.
 
-`close` and `below` record each error as a share of its bound. `python -m pytest --margins` prints the largest shares.
+`close` and `below` record each error as a share of its bound. `python -m pytest --margins` prints
+the largest shares.
 """
+
 import math
 import sys
 from pathlib import Path
 
 import torch
 
-SEED = 0                                        # of all random inputs; conftest.py sets it from --hypothesis-seed
-shares = []                                     # (share of the bound, line of the test) for the running test
+SEED = 0  # of all random inputs; conftest.py sets it from --hypothesis-seed
+shares = []  # (share of the bound, line of the test) for the running test
 
 
 def dice(stream=0):
@@ -23,14 +26,14 @@ def dice(stream=0):
 
 
 def note(share, what="the error"):
-    """Record the share of a bound and the line of the test that made the comparison. Fail if it is above 1. what: which
-    tensor of which computation, for the message."""
+    """Record the share of a bound and the line of the test that made the comparison. Fail if it is
+    above 1. what: which tensor of which computation, for the message."""
     frame = sys._getframe(2)
     while (name := Path(frame.f_code.co_filename).name) in ("bounds.py", "conftest.py"):
         frame = frame.f_back
     line = f"{name}:{frame.f_lineno}"
-    shares.append((float(share), line))         # numpy's numbers do not travel between processes
-    assert share <= 1, f"{line}: {what} is {share:.3g} times the bound"      # nan also fails
+    shares.append((float(share), line))  # numpy's numbers do not travel between processes
+    assert share <= 1, f"{line}: {what} is {share:.3g} times the bound"  # nan also fails
 
 
 def same(found, expected):
@@ -43,9 +46,13 @@ def same(found, expected):
     elif isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype and found.shape == expected.shape
         off = (found != expected) & ~(found.isnan() & expected.isnan())
-        assert not off.any(), f"{off.sum()} of {off.numel()} differ, the first by {found[off][0]} - {expected[off][0]}"
+        assert not off.any(), (
+            f"{off.sum()} of {off.numel()} differ, the first by {found[off][0]} - {expected[off][0]}"
+        )
     else:
-        assert found == expected or (found != found and expected != expected), f"{found} is not {expected}"
+        assert found == expected or (found != found and expected != expected), (
+            f"{found} is not {expected}"
+        )
 
 
 def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
@@ -53,10 +60,12 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
 
     The bound is 4 eps * terms * size + 8 * moved.
     terms: how many roundings affect one number: about the total length of the sums that lead to it.
-    size: the largest summand on the way. None: the largest expected number. It must be given if terms cancel.
+    size: the largest summand on the way. None: the largest expected number. It must be given if
+    terms cancel.
     dtype: the data type of the computation. None: the less precise of the two.
-    moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for ill-conditioned functions.
-    what: names the tensor in the message; the names of a dict and the places in a list are added."""
+    moved: how far rounding the inputs moves the exact result (see `moved_by_rounding`), for
+    ill-conditioned functions. what: names the tensor in the message; the names of a dict and the
+    places in a list are added."""
     if isinstance(expected, dict | list | tuple):
         names = expected if isinstance(expected, dict) else range(len(expected))
         assert len(found) == len(names)
@@ -66,9 +75,13 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     if expected is None or found is None:
         assert found is expected, f"{what}only one of them is None"
         return
-    found, expected = (torch.as_tensor(a, dtype=None if isinstance(a, torch.Tensor) else torch.float64)
-                       for a in (found, expected))
-    assert found.shape == expected.shape, f"{what}shape {tuple(found.shape)} is not {tuple(expected.shape)}"
+    found, expected = (
+        torch.as_tensor(a, dtype=None if isinstance(a, torch.Tensor) else torch.float64)
+        for a in (found, expected)
+    )
+    assert found.shape == expected.shape, (
+        f"{what}shape {tuple(found.shape)} is not {tuple(expected.shape)}"
+    )
     if not expected.numel():
         return
     eps = max(torch.finfo(d).eps for d in ([dtype] if dtype else [found.dtype, expected.dtype]))
@@ -76,7 +89,9 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     size = expected.abs().max().item() if size is None else size
     error = (found - expected).abs().max().item()
     bound = 4 * eps * terms * size + 8 * moved
-    note(error / bound if bound else 0.0 if error == 0 else math.inf, f"{what}the error {error:.3g}")
+    note(
+        error / bound if bound else 0.0 if error == 0 else math.inf, f"{what}the error {error:.3g}"
+    )
 
 
 def below(value, bound):
@@ -86,10 +101,14 @@ def below(value, bound):
 
 
 def moved_by_rounding(function, inputs, dtype):
-    """How far the result of a float64 function moves when its inputs are rounded to a data type (its condition). An
-    error of this size comes from the precision of the inputs, not from the code under test."""
+    """How far the result of a float64 function moves when its inputs are rounded to a data type
+    (its condition). An error of this size comes from the precision of the inputs, not from the code
+    under test."""
     eps, found = torch.finfo(dtype).eps, []
     for noise in map(dice, (101, 102)):
-        rounded = [a * (1 + eps * (2 * torch.rand(a.shape, generator=noise, dtype=a.dtype) - 1)) for a in inputs]
+        rounded = [
+            a * (1 + eps * (2 * torch.rand(a.shape, generator=noise, dtype=a.dtype) - 1))
+            for a in inputs
+        ]
         found.append((function(*inputs) - function(*rounded)).abs().max().item())
     return max(found)

@@ -1,5 +1,7 @@
-"""Runs JavaScript on a page in a headless Chromium (apt-get install chromium). Without one, the test
+"""Runs JavaScript on a page in a headless Chromium (apt-get install chromium). Without one, the
+test
 is skipped."""
+
 import html
 import json
 import re
@@ -10,8 +12,16 @@ from pathlib import Path
 
 import pytest
 
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-         "--disable-background-networking", "--virtual-time-budget=60000", "--window-size=1700,900")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--virtual-time-budget=60000",
+    "--window-size=1700,900",
+)
 # a window cannot be narrower than 500 pixels, but a frame in it can
 FRAME = """<!DOCTYPE html><meta charset="utf-8">
 <iframe style="border: 0; width: {width}px; height: 800px" srcdoc="{page}"></iframe>"""
@@ -25,7 +35,8 @@ parent.document.title = JSON.stringify([found, problems])
 
 
 def on_page(path, script, width=1200):
-    """What the body of an asynchronous function returns on a page of this width. The page must raise
+    """What the body of an asynchronous function returns on a page of this width. The page must
+    raise
     no error."""
     names = ("chromium", "chromium-browser", "google-chrome")
     chromium = next(filter(None, map(shutil.which, names)), None)
@@ -37,7 +48,10 @@ def on_page(path, script, width=1200):
         frame.write_text(FRAME.format(width=width, page=html.escape(page)), encoding="utf-8")
         dom = subprocess.run(
             [chromium, *FLAGS, f"--user-data-dir={folder}/user", "--dump-dom", frame.as_uri()],
-            capture_output=True, encoding="utf-8", timeout=300).stdout
+            capture_output=True,
+            encoding="utf-8",
+            timeout=300,
+        ).stdout
     title = re.search("<title>(.*?)</title>", dom, re.S)
     assert title, f"the script did not end on {path}"
     found, problems = json.loads(html.unescape(title[1]))

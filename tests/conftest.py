@@ -1,4 +1,6 @@
-"""Shared by all tests: small data sets and runs, functions that run scripts in this process or a new one, --all."""
+"""Shared by all tests: small data sets and runs, functions that run scripts in this process or a
+new one, --all."""
+
 import contextlib
 import io
 import json
@@ -20,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"        # must be set before triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before triton is imported
 
 import bounds  # noqa: E402
 
@@ -39,10 +41,21 @@ def fresh_start():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run every case of every recipe, kernel and choice, and draw "
-                     "ten times as many cases of each property, as .ci/run does")
-    parser.addoption("--threads", type=int, default=1, help="of each process; the models here are too small for more")
-    parser.addoption("--margins", action="store_true", help="print the twenty comparisons closest to their bound")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="run every case of every recipe, kernel and choice, and draw "
+        "ten times as many cases of each property, as .ci/run does",
+    )
+    parser.addoption(
+        "--threads",
+        type=int,
+        default=1,
+        help="of each process; the models here are too small for more",
+    )
+    parser.addoption(
+        "--margins", action="store_true", help="print the twenty comparisons closest to their bound"
+    )
 
 
 def examples(count):
@@ -51,18 +64,27 @@ def examples(count):
 
 
 def pytest_configure(config):
-    # --hypothesis-seed draws other cases, and other random inputs in all tests. Without it, every run draws the same
+    # --hypothesis-seed draws other cases, and other random inputs in all tests. Without it, every
+    # run draws the same
     seed = config.getoption("--hypothesis-seed")
     bounds.SEED = int(seed or 0)
     hypothesis.settings.register_profile(
-        "nano", max_examples=200 if config.getoption("--all") else 20, derandomize=seed is None, deadline=None,
-        database=None, suppress_health_check=list(hypothesis.HealthCheck))
+        "nano",
+        max_examples=200 if config.getoption("--all") else 20,
+        derandomize=seed is None,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
     hypothesis.settings.load_profile("nano")
     torch.set_num_threads(config.getoption("--threads"))
-    # Processes that tests start get the same number of threads. In this process, set_num_threads also stops MKL from
-    # using fewer threads than asked for. With fewer, MKL splits products differently, and sums differ in the last bit
+    # Processes that tests start get the same number of threads. In this process, set_num_threads
+    # also stops MKL from using fewer threads than asked for. With fewer, MKL splits products
+    # differently, and sums differ in the last bit
     os.environ |= {"OMP_NUM_THREADS": str(config.getoption("--threads")), "MKL_DYNAMIC": "FALSE"}
-    config.addinivalue_line("markers", "exhaustive: a case that the default cases represent; run with --all")
+    config.addinivalue_line(
+        "markers", "exhaustive: a case that the default cases represent; run with --all"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -83,7 +105,8 @@ def poison():
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """The block loop takes 16 rows at a time. 45 rows are three blocks, which the backward pass computes again."""
+    """The block loop takes 16 rows at a time. 45 rows are three blocks, which the backward pass
+    computes again."""
     monkeypatch.setattr(kernels, "BLOCK", 16)
 
 
@@ -99,10 +122,20 @@ def pytest_runtest_call(item):
 
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("--margins"):
-        reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-        found = [(*share, report.nodeid) for report in reports
-                 for name, share in report.user_properties if name == "share"]
-        terminalreporter.section(f"the largest errors of {len(found)} tests, as shares of their bounds")
+        reports = [
+            report
+            for kind in ("passed", "failed")
+            for report in terminalreporter.stats.get(kind, [])
+        ]
+        found = [
+            (*share, report.nodeid)
+            for report in reports
+            for name, share in report.user_properties
+            if name == "share"
+        ]
+        terminalreporter.section(
+            f"the largest errors of {len(found)} tests, as shares of their bounds"
+        )
         for share, line, test in sorted(found, reverse=True)[:20]:
             terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
 
@@ -117,9 +150,37 @@ def by_default(chosen, *values):
 
 
 # the default recipes of tests with many cases. They cover every rule of scores and every axis
-FEW = ("softmax", "ssmax", "kv_bias", "sink_token", "v_bias", "gated", "streaming", "gpt_oss", "diff", "dex", "elastic",
-       "lazy", "asentmax", "sparsemax", "lssar", "softpick", "rela_gated", "diff_rela", "tra", "sigmoid_norm",
-       "elu_norm", "linear", "mlp_norm", "focus", "sparq", "magicpig", "retnet", "gated_deltanet", "ttt")
+FEW = (
+    "softmax",
+    "ssmax",
+    "kv_bias",
+    "sink_token",
+    "v_bias",
+    "gated",
+    "streaming",
+    "gpt_oss",
+    "diff",
+    "dex",
+    "elastic",
+    "lazy",
+    "asentmax",
+    "sparsemax",
+    "lssar",
+    "softpick",
+    "rela_gated",
+    "diff_rela",
+    "tra",
+    "sigmoid_norm",
+    "elu_norm",
+    "linear",
+    "mlp_norm",
+    "focus",
+    "sparq",
+    "magicpig",
+    "retnet",
+    "gated_deltanet",
+    "ttt",
+)
 
 
 def some_recipes(*names, among=tuple(attention.ATTENTIONS)):
@@ -129,16 +190,20 @@ def some_recipes(*names, among=tuple(attention.ATTENTIONS)):
 
 RECIPES = some_recipes(*FEW, among=mixers.trained_recipes())
 # one recipe for each kind of cache, for tests of whole models
-CACHES = some_recipes("softmax", "sink_token", "streaming", "focus", "gated_deltanet", "sparq", "quest", "magicpig")
+CACHES = some_recipes(
+    "softmax", "sink_token", "streaming", "focus", "gated_deltanet", "sparq", "quest", "magicpig"
+)
 
 TEXT = "the quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
-WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)                  # the same 300 times, as byte ids
+WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)  # the same 300 times, as byte ids
 
 
 def write_data(folder, train, val):
     """A data set from two arrays of bytes."""
-    shards = {name: tokens.write_shard(folder / name, [np.asarray(ids)]) | {"bytes": len(ids)}
-              for name, ids in (("train.bin", train), ("val.bin", val))}
+    shards = {
+        name: tokens.write_shard(folder / name, [np.asarray(ids)]) | {"bytes": len(ids)}
+        for name, ids in (("train.bin", train), ("val.bin", val))
+    }
     meta = {"dataset": folder.name, "tokenizer": "bytes", "vocab_size": 257, "shards": shards}
     files.write_json(folder / "meta.json", meta)
     return folder
@@ -165,25 +230,35 @@ def backcopy(tmp_path_factory):
     return out
 
 
-SPECIAL = ("<|end|>", "<|im_end|>")             # ids 0 and 1
+SPECIAL = ("<|end|>", "<|im_end|>")  # ids 0 and 1
 
 
 def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
-    """A small BPE tokenizer of the package tokenizers, trained on a sentence. With first > 0 it has no merges, and its
-    ids for bytes begin at first."""
+    """A small BPE tokenizer of the package tokenizers, trained on a sentence. With first > 0 it has
+    no merges, and its ids for bytes begin at first."""
     lib = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
-    coder = lib.Tokenizer(lib.models.BPE(*[{c: first + i for i, c in enumerate(alphabet)}, []] if first else []))
+    coder = lib.Tokenizer(
+        lib.models.BPE(*[{c: first + i for i, c in enumerate(alphabet)}, []] if first else [])
+    )
     coder.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = lib.decoders.ByteLevel()
     if not first:
-        coder.train_from_iterator([sentence], lib.trainers.BpeTrainer(
-            vocab_size=300, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False))
+        coder.train_from_iterator(
+            [sentence],
+            lib.trainers.BpeTrainer(
+                vocab_size=300,
+                special_tokens=list(specials),
+                initial_alphabet=alphabet,
+                show_progress=False,
+            ),
+        )
     return coder
 
 
 def write_tokenizer(folder, coder=None, **meta):
-    """A folder with a tokenizer.json. With entries in `meta` it also has a meta.json, as a run does."""
+    """A folder with a tokenizer.json. With entries in `meta` it also has a meta.json, as a run
+    does."""
     folder.mkdir(parents=True, exist_ok=True)
     (coder or byte_pairs()).save(str(folder / "tokenizer.json"))
     if meta:
@@ -193,14 +268,19 @@ def write_tokenizer(folder, coder=None, **meta):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    return write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0)
+    return write_tokenizer(
+        tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0
+    )
 
 
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory, toy):
     """A data set of 30 documents in the tokenizer "toy"."""
     out, coder = tmp_path_factory.mktemp("data") / "foxes", tokens.tokenizer(str(toy))
-    ids = {split: tokens.encode_all(coder, [TEXT * 9] * count) for split, count in (("train", 20), ("val", 10))}
+    ids = {
+        split: tokens.encode_all(coder, [TEXT * 9] * count)
+        for split, count in (("train", 20), ("val", 10))
+    }
     tokens.write_data_set(out, coder, ids, dataset="foxes")
     return out
 
@@ -220,13 +300,17 @@ def enliven(gpt):
         p.mul_(4.0 if p.dim() > 1 else 0.7)
 
 
-TINY = (*"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8 --eval_interval=4".split(),
-        *"--log_interval=1 --eval_iters=1 --warmup_iters=2 --device=cpu --dtype=float32".split())
+TINY = (
+    *"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8 --eval_interval=4".split(),
+    *"--log_interval=1 --eval_iters=1 --warmup_iters=2 --device=cpu --dtype=float32".split(),
+)
 
 
 def train_here(*flags):
-    """Train in this process, which is cheaper than a new one. A new run gets the flags of TINY, then these."""
+    """Train in this process, which is cheaper than a new one. A new run gets the flags of TINY,
+    then these."""
     import train
+
     new = () if any(str(flag).startswith("--init_from") for flag in flags) else TINY
     with pytest.raises(SystemExit) as stop:
         train.main([*new, *map(str, flags)])
@@ -235,7 +319,8 @@ def train_here(*flags):
 
 @pytest.fixture
 def trainings(monkeypatch):
-    """The flags of each process of train.py that the code under test started. It trains silently in this process."""
+    """The flags of each process of train.py that the code under test started. It trains silently in
+    this process."""
     process, asked = subprocess.run, []
 
     def run_here(argv, **how):
@@ -252,35 +337,48 @@ def trainings(monkeypatch):
 
 def command(*args, ranks=1):
     """The argv of a script of this repository: command("train.py", "--attn=elastic")."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks > 1
+        else []
+    )
     return [sys.executable, *launcher, str(ROOT / args[0]), *map(str, args[1:])]
 
 
 def run(*args, ranks=1, ok=True, **kwargs):
-    """Run a script as a real process to its end. With `ok` a failure fails the test and shows what was printed."""
-    done = subprocess.run(command(*args, ranks=ranks), capture_output=True, text=True, timeout=300, **kwargs)
+    """Run a script as a real process to its end. With `ok` a failure fails the test and shows what
+    was printed."""
+    done = subprocess.run(
+        command(*args, ranks=ranks), capture_output=True, text=True, timeout=300, **kwargs
+    )
     assert not ok or done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def train(out_dir, data, *flags, **kwargs):
-    """Train a tiny model on a data set, as a real process. Flags given here override those of TINY."""
+    """Train a tiny model on a data set, as a real process. Flags given here override those of
+    TINY."""
     return run("train.py", *TINY, f"--dataset={data}", f"--out_dir={out_dir}", *flags, **kwargs)
 
 
 @pytest.fixture
 def evaluate(capsys):
-    """Run an instrument of eval.py in this process: evaluate("loss", "--windows=4") returns what --json prints."""
+    """Run an instrument of eval.py in this process: evaluate("loss", "--windows=4") returns what
+    --json prints."""
+
     def call(instrument, *flags):
         import eval
+
         capsys.readouterr()
         eval.main([instrument, "--json", "--device=cpu", *map(str, flags)])
         return json.loads(capsys.readouterr().out)
+
     return call
 
 
 def complain(main, capsys, *argv):
-    """Call a script's main with arguments that it must refuse. Returns its exit code and its one line on stderr."""
+    """Call a script's main with arguments that it must refuse. Returns its exit code and its one
+    line on stderr."""
     with pytest.raises(SystemExit) as stop:
         main([str(a) for a in argv])
     err = capsys.readouterr().err
@@ -293,7 +391,7 @@ def assert_says(pattern, line):
     assert re.search(pattern, line), line
 
 
-FILES = ("ckpt.pt", "log.csv", "meta.json")             # of a run
+FILES = ("ckpt.pt", "log.csv", "meta.json")  # of a run
 
 
 @pytest.fixture(scope="session")
@@ -330,7 +428,8 @@ def assert_same_run(found, expected):
 
 
 def assert_close_runs(found, expected):
-    """Two runs that sum the same gradients in another order have the same losses and weights up to rounding."""
+    """Two runs that sum the same gradients in another order have the same losses and weights up to
+    rounding."""
     bounds.close(losses(found), losses(expected), terms=16, dtype=torch.float32)
     bounds.close(weights(found), weights(expected), terms=16, size=1.0)
 
@@ -345,4 +444,7 @@ def meta(out_dir):
 
 def tiny_config(**choices):
     from model import GPTConfig
-    return GPTConfig(**{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices)
+
+    return GPTConfig(
+        **{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices
+    )

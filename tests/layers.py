@@ -1,4 +1,6 @@
-"""Layers with random weights for tests: any recipe on any axes, its inputs, its output with all gradients."""
+"""Layers with random weights for tests: any recipe on any axes, its inputs, its output with all
+gradients."""
+
 import contextlib
 
 import torch
@@ -11,18 +13,42 @@ from evals.instrument import instead
 from model import GPTConfig
 
 # what a value of the axis `select` is given to choose from a few dozen tokens
-SELECTING = {"sparq": "components=3", "quest": "page=4", "magicpig": "first=1,recent=3,bits=2,tables=6"}
+SELECTING = {
+    "sparq": "components=3",
+    "quest": "page=4",
+    "magicpig": "first=1,recent=3,bits=2,tables=6",
+}
 
 
 SIZES = {"n_head": 4, "n_embd": 32}
-# values of the constants of --attn_args, and small numbers of the axes that are numbers, to draw from
+# values of the constants of --attn_args, and small numbers of the axes that are numbers, to draw
+# from
 CONSTANTS = {
-    "tau_init": ("0", "0.5"), "per_length": ("0", "block"), "alpha": ("learned", "1.2", "2"),
-    "power": ("1", "3", "1.5"), "kappa": ("4",), "beta_init": ("0.5",), "sigma_init": ("0.4",), "anneal": ("0.2",),
-    "lambda_init": ("0.2",), "value_norm": ("5",), "value_even": ("1",), "bias_shared": ("1",), "bias_dims": ("3",),
-    "learn_alibi": ("1",), "length_bias": ("0", "1"), "out_norm_eps": ("0.01",)}
-NUMBERS = {"window": (7, 1, 16, 40), "first": (2, 1, 9), "window_every": (2,), "topk": (2, 6, 1, 12, 0)}
-SCORES = st.sampled_from(KINDS := (None, "large", "ties", "equal", "negative", "far below 0"))      # see `shaped`
+    "tau_init": ("0", "0.5"),
+    "per_length": ("0", "block"),
+    "alpha": ("learned", "1.2", "2"),
+    "power": ("1", "3", "1.5"),
+    "kappa": ("4",),
+    "beta_init": ("0.5",),
+    "sigma_init": ("0.4",),
+    "anneal": ("0.2",),
+    "lambda_init": ("0.2",),
+    "value_norm": ("5",),
+    "value_even": ("1",),
+    "bias_shared": ("1",),
+    "bias_dims": ("3",),
+    "learn_alibi": ("1",),
+    "length_bias": ("0", "1"),
+    "out_norm_eps": ("0.01",),
+}
+NUMBERS = {
+    "window": (7, 1, 16, 40),
+    "first": (2, 1, 9),
+    "window_every": (2,),
+    "topk": (2, 6, 1, 12, 0),
+}
+# see `shaped`
+SCORES = st.sampled_from(KINDS := (None, "large", "ties", "equal", "negative", "far below 0"))
 
 
 def selection(attn="softmax", **choices):
@@ -32,8 +58,9 @@ def selection(attn="softmax", **choices):
 
 @st.composite
 def combinations(draw, fixed=None, more=()):
-    """A recipe with up to four axes changed, for a GPTConfig. Some are illegal. fixed: choices of all cases. more:
-    {constant: values} of constants that every case draws if it has them, beyond up to two of CONSTANTS."""
+    """A recipe with up to four axes changed, for a GPTConfig. Some are illegal. fixed: choices of
+    all cases. more: {constant: values} of constants that every case draws if it has them, beyond up
+    to two of CONSTANTS."""
     recipes = mixers.attention.ATTENTIONS
     fixed = fixed or {"attn": draw(st.sampled_from([*recipes]))}
     recipe = recipes[fixed["attn"]]
@@ -44,8 +71,12 @@ def combinations(draw, fixed=None, more=()):
     choices = {axis: draw(st.sampled_from(values[axis])) for axis in changed}
     choices |= draw(st.sampled_from([{}, {"n_kv_head": 2}, {"n_kv_head": 1}])) | fixed
     chosen = mixers.DEFAULTS | recipe | choices
-    known = [name for axis in mixer.axes if chosen[axis] in mixer.axes[axis]
-             for name in mixer.axes[axis][chosen[axis]].args]
+    known = [
+        name
+        for axis in mixer.axes
+        if chosen[axis] in mixer.axes[axis]
+        for name in mixer.axes[axis][chosen[axis]].args
+    ]
     some = [name for name in known if name in CONSTANTS]
     args = draw(st.lists(st.sampled_from(some), max_size=2, unique=True)) if some else []
     args = {name: draw(st.sampled_from(CONSTANTS[name])) for name in args}
@@ -56,27 +87,43 @@ def combinations(draw, fixed=None, more=()):
 
 def recipes(*how):
     """The combinations that are legal."""
+
     def legal(choices):
         with contextlib.suppress(ValueError):
             return GPTConfig(**SIZES | choices)
+
     return combinations(*how).filter(legal)
 
 
 def shaped(kind, q, k):
     """Queries and keys whose scores are of a kind."""
-    if kind == "ties":                          # pairs of equal keys
+    if kind == "ties":  # pairs of equal keys
         return q, k[:, :, torch.arange(k.shape[2], device=k.device) // 2 * 2]
-    return {None: (q, k), "large": (30 * q, k), "equal": (q, k[:, :, :1].expand_as(k)), "negative": (q.abs(), -k.abs()),
-            "far below 0": (10 + q.abs(), -30 - k.abs())}[kind]
+    return {
+        None: (q, k),
+        "large": (30 * q, k),
+        "equal": (q, k[:, :, :1].expand_as(k)),
+        "negative": (q.abs(), -k.abs()),
+        "far below 0": (10 + q.abs(), -30 - k.abs()),
+    }[kind]
 
 
 def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, **choices):
-    """One layer in eval mode. Its parameters are moved away from their initial values, some of which are kinks. By
-    default it is in the middle of Dex's schedule, where both of its terms count."""
-    few = {name: small for name, small in (("window", 7), ("topk", 6)) if name in mixers.attention.ATTENTIONS[attn]}
-    few |= {"attn_args": SELECTING[select]} if (select := selection(attn, **choices)) in SELECTING else {}
+    """One layer in eval mode. Its parameters are moved away from their initial values, some of
+    which are kinks. By default it is in the middle of Dex's schedule, where both of its terms
+    count."""
+    few = {
+        name: small
+        for name, small in (("window", 7), ("topk", 6))
+        if name in mixers.attention.ATTENTIONS[attn]
+    }
+    few |= (
+        {"attn_args": SELECTING[select]}
+        if (select := selection(attn, **choices)) in SELECTING
+        else {}
+    )
     config = tiny_config(**SIZES | {"attn": attn, "bias": True} | few | choices)
-    torch.manual_seed(stream)                   # for what is not moved below, such as fixed directions
+    torch.manual_seed(stream)  # for what is not moved below, such as fixed directions
     module = mixers.layer_of(config, depth).to(dtype).eval()
     random = dice(stream)
     with torch.no_grad():
@@ -115,10 +162,15 @@ def in_every_layer(look, gpt, idx):
 
 
 def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
-    """Random q (of the last R of T rows), k, v, x for module.attend. q is twice as long as k: rows are not uniform."""
-    q, k, v = (normal(B, heads, T, width, stream=stream + n) for n, (heads, width) in enumerate(module.shapes.values()))
+    """Random q (of the last R of T rows), k, v, x for module.attend. q is twice as long as k: rows
+    are not uniform."""
+    q, k, v = (
+        normal(B, heads, T, width, stream=stream + n)
+        for n, (heads, width) in enumerate(module.shapes.values())
+    )
     x, first = normal(B, T, module.config.n_embd, stream=stream + 3), T - (R or T)
-    of_x = 0 if module.config.mixer in ("recurrent", "performer", "focus") else first      # these need all tokens
+    # these need all tokens
+    of_x = 0 if module.config.mixer in ("recurrent", "performer", "focus") else first
     return [a.to(dtype) for a in (2 * q[:, :, first:], k, v, x[:, of_x:])]
 
 
@@ -128,23 +180,28 @@ def scalars(module):
 
 
 def assert_learns(gpt, idx):
-    """Each parameter has a gradient, and one step of the model's own optimizer lowers the loss of its batch."""
+    """Each parameter has a gradient, and one step of the model's own optimizer lowers the loss of
+    its batch."""
     optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
-    torch.manual_seed(0)                        # of dropout, which the two losses are without
+    torch.manual_seed(0)  # of dropout, which the two losses are without
     before = gpt.eval()(idx[:, :-1], idx[:, 1:])[1]
     gpt.train()(idx[:, :-1], idx[:, 1:])[1].backward()
-    assert [name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+    assert [
+        name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()
+    ] == []
     optimizer.step()
     assert gpt.eval()(idx[:, :-1], idx[:, 1:])[1] < before
 
 
 def attend_and_gradients(module, *qkvx, table=None):
-    """The layer's output and, for a random upstream gradient, the gradients of all inputs and scalars."""
+    """The layer's output and, for a random upstream gradient, the gradients of all inputs and
+    scalars."""
     return with_gradients(lambda *leaves: module.attend(*leaves, table), qkvx, scalars(module))
 
 
 def with_gradients(function, inputs, parameters=()):
-    """A function's output and, for a random upstream gradient, those of all inputs and parameters. None: none."""
+    """A function's output and, for a random upstream gradient, those of all inputs and parameters.
+    None: none."""
     leaves = [a.detach().clone().requires_grad_() for a in inputs]
     o = function(*leaves)
     above = normal(*o.shape, stream=9).to(o)

@@ -1,4 +1,5 @@
 """evals/ablate.py removes parts of a model's attention and measures how much the loss rises."""
+
 import bounds
 import pytest
 import torch
@@ -24,9 +25,16 @@ def lively(**choices):
 
 
 def first_layer(**choices):
-    """The attention of the first layer, its inputs q, k, v, x, table, and a function: its output with a change."""
-    module, *inputs = in_every_layer(lambda *seen: seen, lively(**choices), token_ids(3, 17)[:, :-1])[0]
-    return module, inputs, torch.no_grad()(lambda change, layer=0: change(module.attend, layer, module, *inputs))
+    """The attention of the first layer, its inputs q, k, v, x, table, and a function: its output
+    with a change."""
+    module, *inputs = in_every_layer(
+        lambda *seen: seen, lively(**choices), token_ids(3, 17)[:, :-1]
+    )[0]
+    return (
+        module,
+        inputs,
+        torch.no_grad()(lambda change, layer=0: change(module.attend, layer, module, *inputs)),
+    )
 
 
 def last_head(module):
@@ -34,23 +42,28 @@ def last_head(module):
     return (torch.arange(2 * module.heads) == module.heads - 1).view(2, module.heads)
 
 
-PLAIN = "softmax", "elastic", "diff2", "sink_token", "kv_bias"          # weights times values
+PLAIN = "softmax", "elastic", "diff2", "sink_token", "kv_bias"  # weights times values
 
 
 @pytest.mark.parametrize("attn", PLAIN)
-def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_alone_not_in_its_own_row(attn):
-    """The head's output loses that token's weight times its value. Earlier rows and other heads do not change."""
+def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_alone_not_in_its_own_row(
+    attn,
+):
+    """The head's output loses that token's weight times its value. Earlier rows and other heads do
+    not change."""
     shared = {} if attn == "softmax" else {"n_head": 4, "n_kv_head": 2}
     module, (q, k, v, x, table), output = first_layer(attn=attn, **shared)
     chosen, own = last_head(module), module.ahead + 3
-    before, to_all, to_later = map(output, (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, False)))
+    before, to_all, to_later = map(
+        output, (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, False))
+    )
     with torch.no_grad():
-        w = module.weights_of(q, k, x, table)[:, -1, :, -v.shape[2]:]       # (B, T, T)
+        w = module.weights_of(q, k, x, table)[:, -1, :, -v.shape[2] :]  # (B, T, T)
     expected = before.clone()
     expected[:, -1] -= w[..., own, None] * v[:, -1, None, own]
     close(to_all, expected, terms=16, size=before.abs().max().item())
     close(to_later[:, :, own], before[:, :, own], terms=16)
-    same(to_later[:, :, own + 1:], to_all[:, :, own + 1:])
+    same(to_later[:, :, own + 1 :], to_all[:, :, own + 1 :])
     assert not torch.equal(to_later, to_all)
 
 
@@ -61,7 +74,7 @@ def test_an_output_is_zeroed_after_gate_and_norm(attn):
     expected = before.clone()
     expected[:, -1] = 0
     same(output(change), expected)
-    same(output(change, layer=1), before)       # a head of another layer
+    same(output(change, layer=1), before)  # a head of another layer
 
 
 @pytest.mark.parametrize("attn", ["softmax", "elastic", "sink_token"])
@@ -69,16 +82,21 @@ def test_a_hidden_key_has_no_weight(attn):
     module, (q, k, v, x, table), output = first_layer(attn=attn)
     with torch.no_grad():
         w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
-    assert not w[:, :, module.ahead + 1:, module.ahead].any()
+    assert not w[:, :, module.ahead + 1 :, module.ahead].any()
     close(output(key_hidden), w @ v, terms=16)
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 20), st.integers(0, 9))
-def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(layers, heads, count, seed):
+def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(
+    layers, heads, count, seed
+):
     def best(chosen, value):
         return not chosen.any() or chosen.all() or value[chosen].min() > value[~chosen].max()
 
-    alpha, count = torch.rand(layers, heads, generator=bounds.dice(seed)), min(count, layers * heads)
+    alpha, count = (
+        torch.rand(layers, heads, generator=bounds.dice(seed)),
+        min(count, layers * heads),
+    )
     found, evenly = (picked(alpha, count, in_layers, seed) for in_layers in (False, True))
     same({where: evenly[where] for where in found}, found)
     assert [len(picks) for picks in found.values()] == [1, 3, 1]
@@ -96,18 +114,33 @@ def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(lay
 def test_costs_are_differences_of_the_losses_of_windows(attn):
     gpt, rows = lively(attn=attn), token_ids(3, 17)
     every = ablate.every_head(gpt)
-    changes = {"0 % of heads zero": unchanged, "100 % of heads zero": output_zeroed(every),
-               "first key hidden": key_hidden, "first value zero": value_zeroed(every, 0, False),
-               "value at 8 zero": value_zeroed(every, 8, False), "and also in its own row": value_zeroed(every)}
-    losses = {what: ablate.window_losses(change, gpt, rows, MACHINE, 3)
-              for what, change in changes.items()}
-    before, found = losses["0 % of heads zero"], ablate.ablations(torch.rand(every.shape), 0.5, [0, 100])
+    changes = {
+        "0 % of heads zero": unchanged,
+        "100 % of heads zero": output_zeroed(every),
+        "first key hidden": key_hidden,
+        "first value zero": value_zeroed(every, 0, False),
+        "value at 8 zero": value_zeroed(every, 8, False),
+        "and also in its own row": value_zeroed(every),
+    }
+    losses = {
+        what: ablate.window_losses(change, gpt, rows, MACHINE, 3)
+        for what, change in changes.items()
+    }
+    before, found = (
+        losses["0 % of heads zero"],
+        ablate.ablations(torch.rand(every.shape), 0.5, [0, 100]),
+    )
     for line in ablate.costs(found, gpt, rows, MACHINE, 2)["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
-            more = losses[line["what"]] - before                        # of three windows
-            expected = [more.mean().item(), more.std().item() / 3 ** 0.5]
-            close([line["loss_change"], line["standard_error"]], expected, terms=4,
-                  size=before.mean().item(), dtype=torch.float32)
+            more = losses[line["what"]] - before  # of three windows
+            expected = [more.mean().item(), more.std().item() / 3**0.5]
+            close(
+                [line["loss_change"], line["standard_error"]],
+                expected,
+                terms=4,
+                size=before.mean().item(),
+                dtype=torch.float32,
+            )
         assert (line["over_draws"] is None) == (line["where"] != "random")
     # in rows that are not normalised, a hidden key is like one of value 0
     assert attn != "softmax" or len({loss.mean().item() for loss in losses.values()}) == len(losses)

@@ -1,4 +1,6 @@
-"""--train_only: frozen weights do not change, an adapter is small and needs its base, LoRA merges into the weights."""
+"""--train_only: frozen weights do not change, an adapter is small and needs its base, LoRA merges
+into the weights."""
+
 import math
 
 import bounds
@@ -26,8 +28,14 @@ FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
 def base(tmp_path_factory, data):
     """A run that adapters are trained on."""
     out = tmp_path_factory.mktemp("adapters") / "base"
-    train_here(f"--dataset={data}", f"--out_dir={out}", "--n_layer=2", "--attn=softmax", "--norm=rmsnorm",
-               "--mlp=swiglu")
+    train_here(
+        f"--dataset={data}",
+        f"--out_dir={out}",
+        "--n_layer=2",
+        "--attn=softmax",
+        "--norm=rmsnorm",
+        "--mlp=swiglu",
+    )
     return out
 
 
@@ -42,20 +50,28 @@ def lora(base):
     return adapt(base, base.parent / "lora", *LORA)
 
 
-@pytest.mark.parametrize("choices", [
-    {"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "gated_deltanet"}])
+@pytest.mark.parametrize(
+    "choices", [{"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "gated_deltanet"}]
+)
 @torch.no_grad()
 def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     """A is initialised like other weights, B is 0. The seed and the layer decide A."""
-    plain, one, other = (GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3))
+    plain, one, other = (
+        GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3)
+    )
     for model in (one, other):
-        train_only(model, train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED))
+        train_only(
+            model,
+            train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED),
+        )
     idx = torch.arange(16)[None]
-    first, a, b = (model.transformer.h[layer].attn.c_proj.lora_a
-                   for model, layer in ((one, 0), (one, 1), (other, 1)))
+    first, a, b = (
+        model.transformer.h[layer].attn.c_proj.lora_a
+        for model, layer in ((one, 0), (one, 1), (other, 1))
+    )
     same([a, one(idx)[0]], [b, plain(idx)[0]])
     assert not torch.equal(a, first)
-    below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))     # eight standard errors
+    below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))  # eight standard errors
     for n, (name, p) in enumerate(one.named_parameters()):
         if ".lora_" in name:
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
@@ -63,24 +79,38 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     close(one(idx)[0], plain(idx)[0])
 
     # only these matrices are trained, with weight decay
-    decay, = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
-    assert decay["weight_decay"] == 0.1 and sum(p.numel() for p in decay["params"]) == num_trained(one)
-    assert frozen(one) == {name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name}
+    (decay,) = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
+    assert decay["weight_decay"] == 0.1 and sum(p.numel() for p in decay["params"]) == num_trained(
+        one
+    )
+    assert frozen(one) == {
+        name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name
+    }
 
 
 @pytest.mark.parametrize("saved, flags", [(False, LORA), (True, FOCUS)], ids=["lora", "focus"])
-def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(saved, flags, base, tmp_path, monkeypatch):
-    """Frozen weights change neither in the trained model after its last step nor in the base's folder. Buffers are
-    stored as well. A run can also resume before its first checkpoint."""
+def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(
+    saved, flags, base, tmp_path, monkeypatch
+):
+    """Frozen weights change neither in the trained model after its last step nor in the base's
+    folder. Buffers are stored as well. A run can also resume before its first checkpoint."""
     trained, before = [], contents(base)
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model) or {})
-    stopped, whole = (adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (4, 8))
+    stopped, whole = (
+        adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (4, 8)
+    )
     now, own, kept = trained[1].state_dict(), weights(whole), weights(base)
     assert set(now) - set(own) == set(kept) and contents(base) == before
     same(now, kept | own)
     assert all(value.abs().max() > 0 for value in own.values())
-    assert meta(whole)["base"] == meta(stopped)["base"] == {"path": str(base), "weights": fingerprint(base)}
-    assert meta(whole)["trained"] == sum(p.numel() for p in trained[1].parameters() if p.requires_grad)
+    assert (
+        meta(whole)["base"]
+        == meta(stopped)["base"]
+        == {"path": str(base), "weights": fingerprint(base)}
+    )
+    assert meta(whole)["trained"] == sum(
+        p.numel() for p in trained[1].parameters() if p.requires_grad
+    )
     assert flags != FOCUS or {"centroids", "potential"} <= {name.split(".")[-1] for name in own}
     if not saved:
         (stopped / "ckpt.pt").unlink()

@@ -1,5 +1,7 @@
-"""attention.py: initial values, importance, long rows, positions, dropout and the choice of kernels. test_properties.py
-compares every rule with its formula, test_contract.py tests what holds for every recipe."""
+"""attention.py: initial values, importance, long rows, positions, dropout and the choice of
+kernels. test_properties.py compares every rule with its formula, test_contract.py tests what holds
+for every recipe."""
+
 import math
 
 import bounds
@@ -16,36 +18,68 @@ from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-# recipe, --attn_args, initial values of its parameters, of its buffers ("fixed") and of constants of
+# recipe, --attn_args, initial values of its parameters, of its buffers ("fixed") and of constants
+# of
 # --attn_args ("arg"): four heads of width 8 at block_size 1024
 INITIAL = [
-    ("ssmax", "", {"sigma": 1024 / math.lgamma(1025)}),                 # 1 / mean(log n)
-    ("sink", "", {"sink_logit": 0.0}), ("lazy", "", {"table": 0.0}),
+    ("ssmax", "", {"sigma": 1024 / math.lgamma(1025)}),  # 1 / mean(log n)
+    ("sink", "", {"sink_logit": 0.0}),
+    ("lazy", "", {"table": 0.0}),
     ("elastic", "", {"tau": 1.0, "arg tau_init": 1, "arg per_length": True}),
-    ("elastic", "tau_init=2,learn_tau=false", {"fixed tau": 2.0}), ("rela", "", {"out_norm.weight": 1.0}),
-    ("tra", "", {"beta": 1.0, "out_norm.weight": 1.0}), ("tda", "learn_beta=0", {"fixed beta": 1.0}),
+    ("elastic", "tau_init=2,learn_tau=false", {"fixed tau": 2.0}),
+    ("rela", "", {"out_norm.weight": 1.0}),
+    ("tra", "", {"beta": 1.0, "out_norm.weight": 1.0}),
+    ("tda", "learn_beta=0", {"fixed beta": 1.0}),
     ("tda", "", {"beta": 1.0, "lambda_logit": 0.0, "arg kappa": 1, "arg power": 2}),
-    ("lssar", "", {"fixed sigma": 8 ** 0.5 * math.log(8), "arg power": 15, "arg learn_sigma": False}),
-    ("asentmax", "", {"scale_beta": [0.1, 0.4, 0.7, 1.0], "scale_gamma": 0.0}), ("entmax", "", {"arg alpha": 1.5}),
-    ("dex", "", {"dex_lambda": 0.0, "dex_proj.weight": 0.0, "fixed progress": 0.0, "arg anneal": 0.5}),
-    # When Attention Sink Emerges, table 5: along the first axis or along all. With norm 0 the recipe is the K bias
+    ("lssar", "", {"fixed sigma": 8**0.5 * math.log(8), "arg power": 15, "arg learn_sigma": False}),
+    ("asentmax", "", {"scale_beta": [0.1, 0.4, 0.7, 1.0], "scale_gamma": 0.0}),
+    ("entmax", "", {"arg alpha": 1.5}),
+    (
+        "dex",
+        "",
+        {"dex_lambda": 0.0, "dex_proj.weight": 0.0, "fixed progress": 0.0, "arg anneal": 0.5},
+    ),
+    # When Attention Sink Emerges, table 5: along the first axis or along all. With norm 0 the
+    # recipe is the K bias
     ("kv_bias", "value_norm=5", {"fixed sink_value": [[5.0] + [0.0] * 7] * 4}),
-    ("kv_bias", "value_norm=5,value_even=1", {"fixed sink_value": 5 / 8 ** 0.5}),
-    ("kv_bias", "value_norm=0", {"fixed sink_value": 0.0}), ("titans", "", {"forget_bias": 4.0}),
-    ("focus", "", {"arg groups": 4, "arg route_dim": 16, "arg temperature": 0.1, "arg iterations": 10,
-                   "arg gate_scale": 10, "arg gate_offset": 0.5}),
-    ("sparq", "components=3", {"arg local": 0.25, "arg realloc": False}), ("quest", "", {"arg page": 16}),
-    ("magicpig", "", {"arg bits": 8, "arg tables": 75})]
-SPREAD = {                                      # recipe: {parameter: standard deviation}, for heads of width 512
-    "kv_bias": {"sink_key": 0.02, "sink_value": 0.02}, "v_bias": {"value_bias": 0.02},
-    "rela_gated": {"norm_gate": 0.02}, "mlp": {f"feature.{n}.weight": (2 / (5 * 512)) ** 0.5 for n in (0, 2)},
-    "diff": {name: 0.1 for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")}}
+    ("kv_bias", "value_norm=5,value_even=1", {"fixed sink_value": 5 / 8**0.5}),
+    ("kv_bias", "value_norm=0", {"fixed sink_value": 0.0}),
+    ("titans", "", {"forget_bias": 4.0}),
+    (
+        "focus",
+        "",
+        {
+            "arg groups": 4,
+            "arg route_dim": 16,
+            "arg temperature": 0.1,
+            "arg iterations": 10,
+            "arg gate_scale": 10,
+            "arg gate_offset": 0.5,
+        },
+    ),
+    ("sparq", "components=3", {"arg local": 0.25, "arg realloc": False}),
+    ("quest", "", {"arg page": 16}),
+    ("magicpig", "", {"arg bits": 8, "arg tables": 75}),
+]
+SPREAD = {  # recipe: {parameter: standard deviation}, for heads of width 512
+    "kv_bias": {"sink_key": 0.02, "sink_value": 0.02},
+    "v_bias": {"value_bias": 0.02},
+    "rela_gated": {"norm_gate": 0.02},
+    "mlp": {f"feature.{n}.weight": (2 / (5 * 512)) ** 0.5 for n in (0, 2)},
+    "diff": {name: 0.1 for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")},
+}
 
 
 @pytest.mark.parametrize("attn, args, values", INITIAL)
 def test_parameters_and_constants_start_at_the_values_of_their_papers(attn, args, values):
-    module = fresh(attn, attn_args=args, block_size=1024, window=4 if attn == "focus" else 0).float()
-    kinds = {"": dict(module.named_parameters()), "fixed": dict(module.named_buffers()), "arg": module.args}
+    module = fresh(
+        attn, attn_args=args, block_size=1024, window=4 if attn == "focus" else 0
+    ).float()
+    kinds = {
+        "": dict(module.named_parameters()),
+        "fixed": dict(module.named_buffers()),
+        "arg": module.args,
+    }
     for name, value in values.items():
         kind, _, name = name.rpartition(" ")
         found = torch.as_tensor(kinds[kind][name])
@@ -67,13 +101,31 @@ def importance_of(module, q, k, v, x):
     return module.importance
 
 
-@pytest.mark.parametrize("choices", [
-    *({"attn": attn} for attn in ("softmax", "window", "sink_token", "softmax1", "kv_bias", "gated_elementwise")),
-    {"attn": "softmax", "pos": "t5"}, {"attn": "softmax", "pos": "alibi", "n_kv_head": 2},
-    {"attn": "ssmax", "qk_norm": "l2"}, {"attn": "sink", "n_kv_head": 2}, {"attn": "elastic", "gate": "head"}],
-    ids=lambda c: "-".join(map(str, c.values())))
+@pytest.mark.parametrize(
+    "choices",
+    [
+        *(
+            {"attn": attn}
+            for attn in (
+                "softmax",
+                "window",
+                "sink_token",
+                "softmax1",
+                "kv_bias",
+                "gated_elementwise",
+            )
+        ),
+        {"attn": "softmax", "pos": "t5"},
+        {"attn": "softmax", "pos": "alibi", "n_kv_head": 2},
+        {"attn": "ssmax", "qk_norm": "l2"},
+        {"attn": "sink", "n_kv_head": 2},
+        {"attn": "elastic", "gate": "head"},
+    ],
+    ids=lambda c: "-".join(map(str, c.values())),
+)
 def test_importance_and_its_gradient_equal_their_definition(choices):
-    """Importance is the gate's mean, or 1 minus the sink's mean weight. 45 rows are three blocks, computed again."""
+    """Importance is the gate's mean, or 1 minus the sink's mean weight. 45 rows are three blocks,
+    computed again."""
     module, T = layer(**choices, kernel="torch"), 45
     q, k, v, x = (a.requires_grad_() for a in inputs(module, T))
     if module.config.gate != "none":
@@ -81,30 +133,33 @@ def test_importance_and_its_gradient_equal_their_definition(choices):
     else:
         opened = 1 - reference.weights(module, q, k, x, module.distance())[..., 0].mean((0, 2))
     leaves, above = [q, k, x, *scalars(module)], normal(4, stream=9)
-    found, expected = ([value, *torch.autograd.grad(value, leaves, above, materialize_grads=True)]
-                       for value in (importance_of(module, q, k, v, x), opened))
+    found, expected = (
+        [value, *torch.autograd.grad(value, leaves, above, materialize_grads=True)]
+        for value in (importance_of(module, q, k, v, x), opened)
+    )
     close(found, expected, terms=T, size=1.0)
 
 
 @pytest.mark.parametrize("size", [0.3, 30.0])
 def test_importance_under_autocast_agrees_with_the_weights_and_lies_between_0_and_1(size):
-    """Most rows give nearly all their weight to the first key. So their log-sum-exp is close to its score, which is
-    about 7, 70 or 700, and bfloat16 rounds scores to 8 bits."""
+    """Most rows give nearly all their weight to the first key. So their log-sum-exp is close to its
+    score, which is about 7, 70 or 700, and bfloat16 rounds scores to 8 bits."""
     module = layer(dtype=torch.float32, kernel="torch")
     q, k, v, x = inputs(module, 40, dtype=torch.float32)
     q = size * (q + 8 * k[:, :, :1])
     with torch.autocast("cpu", torch.bfloat16):
         found = importance_of(module, q, k, v, x)
         w = module.weights_of(q, k, x)[..., 0]
-    largest = (q @ k.mT).abs().max().item() * module.sight.scale        # the largest argument of exp
+    largest = (q @ k.mT).abs().max().item() * module.sight.scale  # the largest argument of exp
     close(found, 1 - w.mean((0, 2)), terms=4, size=largest)
     assert 0 <= found.min() and found.max() <= 1
 
 
 @pytest.mark.parametrize("large", [0, 255])
 def test_gradients_of_a_long_sequence_add_up_in_float32(large):
-    """Every row gives its weight to the first key, so the gradient of its value is the sum of dy. One of 256 blocks
-    adds 512, each other block 0.25. In bfloat16 512 + 0.25 is 512. large: the block that adds 512."""
+    """Every row gives its weight to the first key, so the gradient of its value is the sum of dy.
+    One of 256 blocks adds 512, each other block 0.25. In bfloat16 512 + 0.25 is 512. large: the
+    block that adds 512."""
     module, T = layer(dtype=torch.float32, kernel="torch"), 256 * kernels.BLOCK
     q, k, v, x = inputs(module, T, B=1, dtype=torch.float32)
     v.requires_grad_()
@@ -112,9 +167,14 @@ def test_gradients_of_a_long_sequence_add_up_in_float32(large):
     dy[large] = 512 / kernels.BLOCK
     with torch.autocast("cpu", torch.bfloat16):
         k = 9 * (torch.arange(T) == 0)[:, None] + 0 * k
-        y = module.attend(0 * q + 9, k, v.bfloat16(), x)                # the dtype of projections under autocast
+        y = module.attend(0 * q + 9, k, v.bfloat16(), x)  # the dtype of projections under autocast
     y.backward(dy.view(-1, 1).expand(y.shape).to(y.dtype))
-    close(v.grad[:, :, 0], torch.full_like(v.grad[:, :, 0], 512 + 255 / 4), terms=1, dtype=torch.bfloat16)
+    close(
+        v.grad[:, :, 0],
+        torch.full_like(v.grad[:, :, 0], 512 + 255 / 4),
+        terms=1,
+        dtype=torch.bfloat16,
+    )
 
 
 def test_lssar_stays_finite_in_long_rows():
@@ -122,11 +182,13 @@ def test_lssar_stays_finite_in_long_rows():
     module = layer("lssar", dtype=torch.float32, block_size=2000)
     q, k, v, x = inputs(module, 1500, 1, dtype=torch.float32)
     k[:, :, 700] = q[:, :, 0]
-    assert all(part is None or part.isfinite().all() for part in attend_and_gradients(module, q, k, v, x))
+    assert all(
+        part is None or part.isfinite().all() for part in attend_and_gradients(module, q, k, v, x)
+    )
     w = module.weights_of(q, k, x)
     close(w.sum(-1), torch.ones_like(w[..., 0]), terms=1500)
-    below(100 / 1500, w[..., 700])              # a hundred times the uniform weight
-    w = module.weights_of(q, torch.ones_like(k), x)                     # rounding errors must not become weights
+    below(100 / 1500, w[..., 700])  # a hundred times the uniform weight
+    w = module.weights_of(q, torch.ones_like(k), x)  # rounding errors must not become weights
     assert not w.any()
 
 
@@ -135,22 +197,29 @@ def test_slopes_of_alibi_equal_their_formula():
 
     def slopes(heads, **more):
         return layer(pos="alibi", n_head=heads, n_embd=8 * heads, **more).alibi.tolist()
-    eight = [2.0 ** -h for h in range(1, 9)]
-    assert slopes(8) == eight and slopes(1) == [2.0 ** -8]
-    close(slopes(12), [*eight, *(2.0 ** -(h + 0.5) for h in range(4))], terms=1, dtype=torch.float32)   # 0.7071, ...
-    close(slopes(2, attn="diff2"), [2.0 ** -4] * 2 + [2.0 ** -8] * 2, terms=1, dtype=torch.float32)
+
+    eight = [2.0**-h for h in range(1, 9)]
+    assert slopes(8) == eight and slopes(1) == [2.0**-8]
+    # 0.7071, ...
+    close(
+        slopes(12), [*eight, *(2.0 ** -(h + 0.5) for h in range(4))], terms=1, dtype=torch.float32
+    )
+    close(slopes(2, attn="diff2"), [2.0**-4] * 2 + [2.0**-8] * 2, terms=1, dtype=torch.float32)
 
 
-KEYS = {"softmax": 192, "window": 6, "streaming": 10}                   # in the cache after 192 tokens
+KEYS = {"softmax": 192, "window": 6, "streaming": 10}  # in the cache after 192 tokens
 
 
 @pytest.mark.parametrize("attn", [*KEYS, "performer", "gated_deltanet", "ttt", "titans"])
 def test_a_cache_keeps_only_what_is_needed(attn):
-    """From one whole chunk to another: in between, ttt and titans also hold the inputs of at most 15 tokens."""
+    """From one whole chunk to another: in between, ttt and titans also hold the inputs of at most
+    15 tokens."""
     module, past, sizes = layer(attn), {}, set()
     for part in normal(2, 192, 32).split([48, 16, 16, 112], 1):
         module(part, past)
-        sizes.add(sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value))
+        sizes.add(
+            sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value)
+        )
     assert past["tokens"] == 192 and (len(sizes) == 1 or attn == "softmax")
     if attn in KEYS:
         assert past["k"].shape[2] == past["v"].shape[2] == KEYS[attn]
@@ -159,30 +228,41 @@ def test_a_cache_keeps_only_what_is_needed(attn):
 def test_dropout_zeroes_its_share_of_the_weights_and_scales_the_others():
     module = layer(kernel="torch", dropout=0.3).train()
     q, k, _, x = inputs(module, 45)
-    v = torch.eye(45, dtype=torch.float64).expand(2, 4, 45, 45)         # so the output is the matrix of weights
+    # so the output is the matrix of weights
+    v = torch.eye(45, dtype=torch.float64).expand(2, 4, 45, 45)
     w, found = module.weights_of(q, k, x), module.attend(q, k, v, x)
     kept, count = found != 0, (w > 0).sum().item()
     close(found, w * kept / 0.7)
     below(abs(1 - kept.sum().item() / count - 0.3), 8 * math.sqrt(0.21 / count))
 
 
-@pytest.mark.parametrize("choices", [{"pos": "t5"}, {"attn": "elastic", "pos": "alibi"}, {"attn": "tda"}], ids=str)
+@pytest.mark.parametrize(
+    "choices", [{"pos": "t5"}, {"attn": "elastic", "pos": "alibi"}, {"attn": "tda"}], ids=str
+)
 def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
-    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)        # each device has its own generator
-    T = 150 if "pos" in choices else 45                                 # beyond T5's table
+    # each device has its own generator
+    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)
+    T = 150 if "pos" in choices else 45  # beyond T5's table
     qkvx, found = [a.to(DEVICE) for a in inputs(module, T)], []
-    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):     # the second keeps its blocks
+    # the second keeps its blocks
+    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):
         monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))
     close(*found, terms=T)
 
 
-def test_auto_chooses_triton_on_cuda_unless_there_is_dropout_and_elsewhere_sdpa_for_plain_softmax(monkeypatch):
+def test_auto_chooses_triton_on_cuda_unless_there_is_dropout_and_elsewhere_sdpa_for_plain_softmax(
+    monkeypatch,
+):
     monkeypatch.setattr(kernels, "AVAILABLE", True)
     for device, attn, dropout, found in (
-            ("cpu", "softmax", 0.0, "sdpa"), ("cpu", "elastic", 0.0, "torch"), ("cuda", "softmax", 0.0, "triton"),
-            ("cuda", "elastic", 0.1, "torch"), ("cuda", "softmax", 0.1, "sdpa")):
+        ("cpu", "softmax", 0.0, "sdpa"),
+        ("cpu", "elastic", 0.0, "torch"),
+        ("cuda", "softmax", 0.0, "triton"),
+        ("cuda", "elastic", 0.1, "torch"),
+        ("cuda", "softmax", 0.1, "sdpa"),
+    ):
         assert choose_kernel(tiny_config(attn=attn, dropout=dropout), device) == found
     assert choose_kernel(tiny_config(kernel="torch"), "cpu") == "torch"
     with pytest.raises(ValueError, match="dropout"):

@@ -1,4 +1,6 @@
-"""data/backcopy.py, the sink lab's data: sequences follow the stored tables, and the seed determines them."""
+"""data/backcopy.py, the sink lab's data: sequences follow the stored tables, and the seed
+determines them."""
+
 import numpy as np
 import torch
 from bounds import below, close
@@ -9,19 +11,34 @@ from data import tokens
 
 def make(folder, *flags):
     """Make a small data set of the task in this folder."""
-    data_script("backcopy", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags)
+    data_script(
+        "backcopy", f"--out_dir={folder}", "--sequences=3000", "--val_sequences=300", *flags
+    )
     return folder
 
 
 def sequences(folder, split="train"):
     """(N, length + 1) ids."""
-    return np.array(tokens.read_shard(folder / f"{split}.bin")).astype(np.int64).reshape(-1, meta(folder)["stride"])
+    return (
+        np.array(tokens.read_shard(folder / f"{split}.bin"))
+        .astype(np.int64)
+        .reshape(-1, meta(folder)["stride"])
+    )
 
 
 def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_table(tmp_path):
     folder = make(tmp_path / "backcopy")
-    x, table, triggers = sequences(folder), np.array(meta(folder)["bigrams"]), meta(folder)["triggers"]
-    assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64 and x.shape == (3000, 65) and len(set(triggers)) == 5
+    x, table, triggers = (
+        sequences(folder),
+        np.array(meta(folder)["bigrams"]),
+        meta(folder)["triggers"],
+    )
+    assert (
+        (x[:, 0] == 64).all()
+        and x[:, 1:].max() < 64
+        and x.shape == (3000, 65)
+        and len(set(triggers)) == 5
+    )
     close(table.sum(1), np.ones(66))
     copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
     below(0.03, copies.mean())
@@ -30,14 +47,31 @@ def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_
     np.add.at(counts, (x[:, 0], x[:, 1]), 1)
     np.add.at(counts, (x[:, 1:-1][~copies], x[:, 2:][~copies]), 1)
     expected = table * counts.sum(1, keepdims=True)
-    large = expected > 20                       # nearly normal counts: allow ten standard errors
+    large = expected > 20  # nearly normal counts: allow ten standard errors
     assert large.sum() > 500
-    below(*map(torch.from_numpy, (np.abs(counts - expected)[large], 10 * np.sqrt(expected * (1 - table))[large])))
+    below(
+        *map(
+            torch.from_numpy,
+            (np.abs(counts - expected)[large], 10 * np.sqrt(expected * (1 - table))[large]),
+        )
+    )
 
 
 def test_the_seed_determines_the_sequences_also_without_bos_and_with_a_fixed_token(tmp_path):
     flags = ("--length=20", "--no_bos", "--fixed_at=4", "--sequences=50", "--val_sequences=50")
-    a, b, c = (make(tmp_path / name, f"--seed={seed}", *flags) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    a, b, c = (
+        make(tmp_path / name, f"--seed={seed}", *flags)
+        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+    )
     x = sequences(a)
-    assert meta(a)["shards"] == meta(b)["shards"] and (x != sequences(c)).any() and (x != sequences(a, "val")).any()
-    assert x.shape == (50, 21) and (x[:, 4] == 65).all() and np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10
+    assert (
+        meta(a)["shards"] == meta(b)["shards"]
+        and (x != sequences(c)).any()
+        and (x != sequences(a, "val")).any()
+    )
+    assert (
+        x.shape == (50, 21)
+        and (x[:, 4] == 65).all()
+        and np.delete(x, 4, 1).max() < 64
+        and len(set(x[:, 0])) > 10
+    )

@@ -1,4 +1,5 @@
 """eval.py bench: requests in batches of any size, scores of local tasks, computed one by one."""
+
 import math
 import shutil
 
@@ -19,7 +20,7 @@ from model import GPT
 
 IDS = st.lists(st.integers(0, 30), min_size=2, max_size=9)
 REQUESTS = st.lists(IDS.flatmap(lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))))
-LENGTH = 40                                     # tokens of the longest input of a task
+LENGTH = 40  # tokens of the longest input of a task
 
 
 @pytest.mark.parametrize("recipe", ["softmax", "sink_token"])
@@ -28,7 +29,7 @@ LENGTH = 40                                     # tokens of the longest input of
 def test_requests_in_batches_are_answered_as_one_by_one(recipe, requests, batch_size):
     torch.manual_seed(SEED)
     model = GPT(tiny_config(attn=recipe)).double().eval()
-    for p in model.parameters():                # less flat logits than at initialisation
+    for p in model.parameters():  # less flat logits than at initialisation
         p.add_(0.2 * torch.randn_like(p))
     found = likelihood.batches([ids for ids, _ in requests], batch_size)
     for batch in found:
@@ -63,13 +64,28 @@ def bench(lively, tmp_path, evaluate):
     def scores(rows, measures, **config):
         files.write_json(tmp_path / "rows.json", rows)
         source = {"data_files": {"test": str(tmp_path / "rows.json")}, "cache_dir": str(tmp_path)}
-        files.write_json(tmp_path / "task.yaml", config | {             # JSON is YAML
-            "task": "t", "dataset_path": "json", "dataset_kwargs": source, "test_split": "test",
-            "metric_list": [{"metric": name, "higher_is_better": True} for name in measures]})
-        found = evaluate("bench", f"--out_dir={lively}", f"--include_path={tmp_path}", "--tasks=t",
-                         f"--length={LENGTH}", "--batch_size=99")
+        files.write_json(
+            tmp_path / "task.yaml",
+            config
+            | {  # JSON is YAML
+                "task": "t",
+                "dataset_path": "json",
+                "dataset_kwargs": source,
+                "test_split": "test",
+                "metric_list": [{"metric": name, "higher_is_better": True} for name in measures],
+            },
+        )
+        found = evaluate(
+            "bench",
+            f"--out_dir={lively}",
+            f"--include_path={tmp_path}",
+            "--tasks=t",
+            f"--length={LENGTH}",
+            "--batch_size=99",
+        )
         assert found["questions"] == {"t": len(rows)}
         return [found[f"t {name}"] for name in measures]
+
     return scores
 
 
@@ -80,7 +96,7 @@ def words(least, most):
 
 def loglik(gpt, before, after):
     """The log-likelihood of the ids `after` after `before`, of which the last that fit are read."""
-    request = (before + after)[-LENGTH - 1:], len(after)
+    request = (before + after)[-LENGTH - 1 :], len(after)
     return likelihood.answers(gpt, Machine("cpu", "float32"), [request], 1)[0].loglik
 
 
@@ -89,20 +105,31 @@ def test_continuations_and_texts_longer_than_a_window_have_their_log_likelihoods
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     rows, sums = [{"q": words(1, 30), "a": words(1, 5)} for _ in range(9)], []
     for row in rows:
-        before, both = (coder.encode(text).tolist()
-                        for text in (row["q"], f"{row['q']} {row['a']}"))
-        sums.append(loglik(gpt, before, both[len(before):]))
-    found = bench(rows, ["perplexity"], output_type="loglikelihood", doc_to_text="{{q}}",
-                  doc_to_target="{{' ' + a}}")
+        before, both = (
+            coder.encode(text).tolist() for text in (row["q"], f"{row['q']} {row['a']}")
+        )
+        sums.append(loglik(gpt, before, both[len(before) :]))
+    found = bench(
+        rows,
+        ["perplexity"],
+        output_type="loglikelihood",
+        doc_to_text="{{q}}",
+        doc_to_target="{{' ' + a}}",
+    )
     close([math.log(found[0])], [-np.mean(sums)], dtype=torch.float32)
 
     text, total = words(60, 61), 0.0
     ids = [coder.separator, *coder.encode(text).tolist()]
-    ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]     # the last ids of the windows
+    ends = [*range(LENGTH, len(ids) - 1, LENGTH), len(ids) - 1]  # the last ids of the windows
     for start, end in zip([0, *ends], ends, strict=False):
-        total += loglik(gpt, ids[:start + 1], ids[start + 1:end + 1])
-    found = bench([{"text": text}], ["bits_per_byte"], doc_to_text="",
-                  output_type="loglikelihood_rolling", doc_to_target="{{text}}")
+        total += loglik(gpt, ids[: start + 1], ids[start + 1 : end + 1])
+    found = bench(
+        [{"text": text}],
+        ["bits_per_byte"],
+        doc_to_text="",
+        output_type="loglikelihood_rolling",
+        doc_to_target="{{text}}",
+    )
     close(found, [-total / len(text) / math.log(2)], dtype=torch.float32)
 
 
@@ -110,12 +137,18 @@ def test_an_answer_is_the_models_own_up_to_a_stop_string(bench, lively):
     gpt, coder = load_run(lively, "cpu")[0], tokens.tokenizer(str(lively))
     rows = [{"q": words(1, 40)} for _ in range(6)]
     for row in rows:
-        idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH:]])
-        ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1]:]
+        idx = torch.tensor([coder.encode(row["q"]).tolist()[9 - LENGTH :]])
+        ids = gpt.generate(idx, 9, temperature=0, use_cache=False)[0, idx.shape[1] :]
         row["a"] = coder.decode(ids.tolist())
     stop = rows[0]["a"][3:5]
     for number, row in enumerate(rows):
         row["a"] = "another answer" if number % 3 == 1 else row["a"].partition(stop)[0]
-    found = bench(rows, ["exact_match"], output_type="generate_until", doc_to_text="{{q}}",
-                  doc_to_target="{{a}}", generation_kwargs={"until": [stop], "max_gen_toks": 9})
+    found = bench(
+        rows,
+        ["exact_match"],
+        output_type="generate_until",
+        doc_to_text="{{q}}",
+        doc_to_target="{{a}}",
+        generation_kwargs={"until": [stop], "max_gen_toks": 9},
+    )
     close(found, [4 / 6])

@@ -1,4 +1,5 @@
 """eval.py board: rates and runs that count, tables of known rows, the pages' tables."""
+
 import json
 
 import pytest
@@ -13,25 +14,39 @@ from evals.measures import printed
 
 @pytest.mark.exhaustive
 def test_each_recipe_takes_its_best_rate_and_a_failure_stops_no_other(
-        tmp_path, data, monkeypatch, capsys, evaluate):
+    tmp_path, data, monkeypatch, capsys, evaluate
+):
     monkeypatch.setattr(board, "SPEED", (*board.SPEED, "--repeats=1"))
-    small = ("--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 "
-             "--eval_iters=1 --device=cpu")
-    flags = ["board", "--attn=softmax,diff", "--seeds=2", "--rates=2e-3,0.9", "--json",
-             f"--out_dir={tmp_path}", f"--dataset={data}", f"--train_args={small}"]
+    small = (
+        "--n_layer=1 --n_head=1 --n_embd=16 --max_iters=3 --eval_interval=3 "
+        "--eval_iters=1 --device=cpu"
+    )
+    flags = [
+        "board",
+        "--attn=softmax,diff",
+        "--seeds=2",
+        "--rates=2e-3,0.9",
+        "--json",
+        f"--out_dir={tmp_path}",
+        f"--dataset={data}",
+        f"--train_args={small}",
+    ]
     eval_script.main(flags)
     said, rows = capsys.readouterr(), read_rows(tmp_path / "board.json")
     table = json.loads(said.out)["table"]
-    assert "pairs heads" in said.err and [*table] == ["softmax"]        # diff needs two
+    assert "pairs heads" in said.err and [*table] == ["softmax"]  # diff needs two
     best = min((0.002, 0.9), key=lambda rate: rows["softmax", rate, 1]["val"])
     assert [key for key in rows if key[2]] == [
-        ("softmax", 0.002, 1), ("softmax", 0.9, 1), ("softmax", best, 2)]
+        ("softmax", 0.002, 1),
+        ("softmax", 0.9, 1),
+        ("softmax", best, 2),
+    ]
     found, folder = rows["softmax", best, 2], tmp_path / f"softmax-{best:g}-2"
     bits = evaluate("loss", f"--out_dir={folder}")["bits_per_byte"]
     assert found["bits"] == table["softmax"]["bits"] == bits
     assert found["sink"] == meta(folder)["report"]["sink"] and found["4x"] and found["massive"]
     assert rows["softmax", None, None]["speed"] == 1 and rows["diff", None, None]["kib"] > 0
-    monkeypatch.setattr(board, "train_if_missing", None)                # nothing is trained again
+    monkeypatch.setattr(board, "train_if_missing", None)  # nothing is trained again
     eval_script.main([*flags, "--attn=softmax"])
     assert json.loads(capsys.readouterr().out)["table"] == table
 
@@ -41,10 +56,17 @@ def rows():
     """Rows of two recipes, and rows that do not count: other rates, and recipes that are gone."""
     found = {}
     for name, bits, density, speed, kib in (
-            ("softmax", 2, 0.6, 1, 64), ("elastic", 1.5, 0.1, 0.5, None), ("gone", 0, 0.6, 1, 1)):
+        ("softmax", 2, 0.6, 1, 64),
+        ("elastic", 1.5, 0.1, 0.5, None),
+        ("gone", 0, 0.6, 1, 1),
+    ):
         for seed in (2, 3):
             found[name, 0.004, seed] = {
-                "bits": bits + seed, "sink": 0.4, "density": density, "2x": None}
+                "bits": bits + seed,
+                "sink": 0.4,
+                "density": density,
+                "2x": None,
+            }
         found[name, 0.008, 2] = {"bits": 0.5}
         found |= {(name, 0.004, 1): {"val": 1.0}, (name, 0.008, 1): {"val": 1.5}}
         found[name, None, None] = {"speed": speed, "kib": kib}
@@ -55,10 +77,17 @@ def test_a_table_compares_the_runs_of_the_best_rate_by_seed(rows, tmp_path):
     table = table_of(rows)
     assert [*table] == ["elastic", "softmax"]
     assert table["elastic"] == table["elastic"] | {
-        "family": "rows of any sum", "rate": 0.004, "runs": 2, "bits": 4.0,
-        "over softmax": (-0.5, -0.5), "2x": None, "speed": 0.5, "kib": None}
+        "family": "rows of any sum",
+        "rate": 0.004,
+        "runs": 2,
+        "bits": 4.0,
+        "over softmax": (-0.5, -0.5),
+        "2x": None,
+        "speed": 0.5,
+        "kib": None,
+    }
     assert table["softmax"]["family"] == "rows sum to 1"
-    rows["elastic", 0.004, 4] = rows["elastic", 0.004, 2]               # softmax has no such run
+    rows["elastic", 0.004, 4] = rows["elastic", 0.004, 2]  # softmax has no such run
     assert table_of(rows)["elastic"]["over softmax"] == (-0.5, -0.5)
     draw(tmp_path / "board.png", {"table": table})
     assert (tmp_path / "board.png").exists()
@@ -78,15 +107,19 @@ def test_students_t_is_that_of_the_tables():
     assert interval([3, 5]) == pytest.approx((4 - 12.70620, 4 + 12.70620), rel=1e-5)
 
 
-@pytest.mark.parametrize("page, mark, count", [
-    ("README.md", "the first rows of", 5), ("docs/board.md", "the base table of", None)])
+@pytest.mark.parametrize(
+    "page, mark, count",
+    [("README.md", "the first rows of", 5), ("docs/board.md", "the base table of", None)],
+)
 def test_the_pages_have_the_numbers_of_the_rows(page, mark, count):
     """But for equal time, which the command does not compute."""
     table = table_of(read_rows(ROOT / "results/board.json"))
     text = (ROOT / page).read_text(encoding="utf-8")
     text = text.split(f"<!-- {mark} python eval.py board -->\n\n")[1]
-    head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")]
-                       for line in text.split("\n\n")[0].splitlines())
+    head, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.split("\n\n")[0].splitlines()
+    )
     assert len(lines) == (count or len(table))
     columns = {printed(column): column for column in table["softmax"]}
     for recipe, *line in lines:

@@ -2,6 +2,7 @@
 
 They run only with --all. With -s they print registers and programs per multiprocessor (SM).
 """
+
 import hashlib
 import json
 import os
@@ -30,8 +31,10 @@ def start(call, width, dtype):
     common group do not see each other."""
     rule, *options = call.split("+")
     mixed, busy, grouped = (name in options for name in ("mix", "busy", "sets"))
-    q, k, v = (torch.empty(2, 1024, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
-               for heads in (4, 4, 2 if mixed else 4))     # (B, heads, T, width) as projections do
+    q, k, v = (
+        torch.empty(2, 1024, heads, width, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (4, 4, 2 if mixed else 4)
+    )  # (B, heads, T, width) as projections do
     if rule in STATES:
         forget = torch.zeros(2, 4, 1024, 1 if rule == "gated_deltanet" else width)
         erase = None if rule == "gla" else torch.zeros(2, 4, 1024, 1)
@@ -41,8 +44,13 @@ def start(call, width, dtype):
         more = {"window": 128, "sets": torch.zeros(2, 1024, dtype=torch.int64)} if grouped else {}
         if busy:
             table, tail, slope = torch.zeros(4, 512), torch.zeros(4), torch.zeros(4)
-            more = {"table": table.requires_grad_(), "tail": tail, "slope": slope, "window": 256,
-                    "first": 4}
+            more = {
+                "table": table.requires_grad_(),
+                "tail": tail,
+                "slope": slope,
+                "window": 256,
+                "first": 4,
+            }
         mix = torch.zeros(2, 2, 1024) if mixed else None
         o = kernels.attend(rule, q, k, v, t, mix=mix, **more)[0]
     o.backward(o.detach())
@@ -60,11 +68,15 @@ def main(sm, dtype, width, *calls):
         print(json.dumps({"call": call, "kernel": kernel.__name__} | figures(int(sm), compiled)))
 
     # a device's number is a key of Triton's cache
-    triton.runtime.driver.set_active(SimpleNamespace(
-        get_current_target=lambda: target, get_current_device=lambda: int(sm),
-        get_current_stream=lambda device: 0))
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: int(sm),
+            get_current_stream=lambda device: 0,
+        )
+    )
     torch.cuda.get_device_capability = lambda device: divmod(int(sm), 10)
-    kernels.problems_anywhere = lambda q, k, v: ()          # such as a missing GPU
+    kernels.problems_anywhere = lambda q, k, v: ()  # such as a missing GPU
     function.run = launch
     for call in calls:
         start(call, int(width), getattr(torch, dtype))
@@ -87,21 +99,32 @@ def figures(sm, compiled):
     if sm // 10 in (9, 10):
         kilobytes, most_warps = 228, 64
     shared, warps, ptx = compiled.metadata.shared, compiled.metadata.num_warps, compiled.asm["ptx"]
-    programs = min(65536 // (warps * 32 * 8 * -(-registers // 8)),
-                   1024 * kilobytes // (shared + 1024), most_warps // warps)
+    programs = min(
+        65536 // (warps * 32 * 8 * -(-registers // 8)),
+        1024 * kilobytes // (shared + 1024),
+        most_warps // warps,
+    )
     new, old = (re.search(name, ptx) for name in (r"wgmma\.mma_async|tcgen05\.mma", r"mma\.sync"))
-    return {"registers": registers, "stack": stack, "programs": programs, "shared": shared,
-            "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
-            "tensor_cores": "new" if new else "old" if old else "none",
-            "code": hashlib.sha256(ptx.encode()).hexdigest()}
+    return {
+        "registers": registers,
+        "stack": stack,
+        "programs": programs,
+        "shared": shared,
+        "tensor_memory": getattr(compiled.metadata, "tmem_size", 0) or 0,
+        "tensor_cores": "new" if new else "old" if old else "none",
+        "code": hashlib.sha256(ptx.encode()).hexdigest(),
+    }
 
 
 def compiled(case, path=ROOT, **environment):
     """The figures of the kernels of "SM DTYPE WIDTH CALL ..", from a process that does not
     interpret them."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    printed = subprocess.check_output([sys.executable, __file__, *case.split()], text=True,
-                                      env=env | {"PYTHONPATH": str(path)} | environment)
+    printed = subprocess.check_output(
+        [sys.executable, __file__, *case.split()],
+        text=True,
+        env=env | {"PYTHONPATH": str(path)} | environment,
+    )
     return list(map(json.loads, printed.splitlines()))
 
 
@@ -111,8 +134,11 @@ TIGHT = "bfloat16 128 elastic+busy gated_deltanet"
 # the call of each row of the tile tables that needs the most registers
 FULLEST = "softmax+sets elastic+busy lssar+busy tra+mix+busy gated_deltanet deltanet"
 MORE = [f"{sm} {TIGHT}" for sm in (86, 89, 100, 120)] + [
-    f"{sm} {dtype} {calls}" for sm in (80, 90) for dtype in ("float32", "bfloat16")
-    for calls in (f"64 {FULLEST}", f"128 {FULLEST}", "256 elastic+busy lssar+busy gla")]
+    f"{sm} {dtype} {calls}"
+    for sm in (80, 90)
+    for dtype in ("float32", "bfloat16")
+    for calls in (f"64 {FULLEST}", f"128 {FULLEST}", "256 elastic+busy lssar+busy gla")
+]
 
 
 @pytest.mark.exhaustive
@@ -127,8 +153,10 @@ def test_kernels_do_not_spill_fit_into_shared_memory_and_use_tensor_cores(case):
     rows = compiled(case)
     assert {row["call"] for row in rows} == {*calls}
     for row in rows:
-        print(f"sm_{sm} {dtype} {width} {row['call']} {row['kernel']}: "
-              f"{row['registers']} registers, {row['programs']} programs per SM")
+        print(
+            f"sm_{sm} {dtype} {width} {row['call']} {row['kernel']}: "
+            f"{row['registers']} registers, {row['programs']} programs per SM"
+        )
         assert row["stack"] <= spilled, row
         # sm_86, sm_89 and sm_120 use the tiles of sm_80, so these must fit into their shared
         # memory
@@ -149,8 +177,12 @@ def test_an_edited_rule_is_compiled_anew(tmp_path):
     assert source.count(line) == 1
     for edited in (line, line + "    w = w * 2\n", line):
         (tmp_path / "attention.py").write_text(source.replace(line, edited))
-        rows = compiled("90 bfloat16 64 softmax", f"{tmp_path}{os.pathsep}{ROOT}",
-                        TRITON_CACHE_DIR=str(tmp_path / "cache"), PYTHONDONTWRITEBYTECODE="1")
+        rows = compiled(
+            "90 bfloat16 64 softmax",
+            f"{tmp_path}{os.pathsep}{ROOT}",
+            TRITON_CACHE_DIR=str(tmp_path / "cache"),
+            PYTHONDONTWRITEBYTECODE="1",
+        )
         codes.append(rows[0]["code"])
     assert codes[0] == codes[2] != codes[1]
 

@@ -1,6 +1,7 @@
-"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn combinations of axes. A new
-row of ATTENTIONS is tested without further work. A new rule, position, norm, gate or mixer also needs its formula in
-tests/reference.py or reference_mixers.py."""
+"""Properties that every recipe must have, tested on each recipe of ATTENTIONS and on drawn
+combinations of axes. A new row of ATTENTIONS is tested without further work. A new rule, position,
+norm, gate or mixer also needs its formula in tests/reference.py or reference_mixers.py."""
+
 import io
 from functools import partial
 
@@ -9,7 +10,17 @@ import torch
 from bounds import below, close, moved_by_rounding, same
 from conftest import DEVICE, FEW, by_default, examples, tiny_config
 from hypothesis import given, settings
-from layers import SIZES, assert_learns, attend_and_gradients, inputs, layer, normal, recipes, selection, token_ids
+from layers import (
+    SIZES,
+    assert_learns,
+    attend_and_gradients,
+    inputs,
+    layer,
+    normal,
+    recipes,
+    selection,
+    token_ids,
+)
 
 import kernels
 import mixers
@@ -22,24 +33,52 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
 RECIPES = [{"attn": attn} for attn in ATTENTIONS]
-RECIPES += [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]     # sparse; with an extra key; both
-EVERY = [pytest.param(choices, id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
-                      marks=() if choices["attn"] in FEW else pytest.mark.exhaustive) for choices in RECIPES]
+# sparse; with an extra key; both
+RECIPES += [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]
+EVERY = [
+    pytest.param(
+        choices,
+        id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
+        marks=() if choices["attn"] in FEW else pytest.mark.exhaustive,
+    )
+    for choices in RECIPES
+]
 every = pytest.mark.parametrize("choices", EVERY)
-# The interpreter needs seconds per kernel, so the default tests have one recipe for each way of calling the kernels:
-# plain; with the statistic; twice as wide; half as many heads; a table; a threshold in row sums; two views in one pass;
-# a row sum to divide by; a state that erases; a state with one key for all heads; one call for each group; a learned
-# slope; two views, too wide for one pass. --all adds the rest
-CALLS = ("softmax", "kv_bias", "streaming", "diff", "lazy", "lssar", "tda", "sigmoid_norm",
-         "gated_deltanet", "mamba2", "focus topk=1")
-MORE = {"elastic learn_alibi=1": {"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"},
-        "tda head_dim=136": {"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1},
-        "softmax pos=t5": {"attn": "softmax", "pos": "t5"}}
-called = pytest.mark.parametrize("choices, packed", [
-    by_default(name in CALLS or name in [*MORE][:2], choices, False)
-    for name, choices in ({case.id: case.values[0] for case in EVERY} | MORE).items()] + [
-    by_default(attn == "streaming", {"attn": attn}, True)
-    for attn in ("softmax", "streaming", "lazy", "entmax", "tda")], ids=str)
+# The interpreter needs seconds per kernel, so the default tests have one recipe for each way of
+# calling the kernels: plain; with the statistic; twice as wide; half as many heads; a table; a
+# threshold in row sums; two views in one pass; a row sum to divide by; a state that erases; a state
+# with one key for all heads; one call for each group; a learned slope; two views, too wide for one
+# pass. --all adds the rest
+CALLS = (
+    "softmax",
+    "kv_bias",
+    "streaming",
+    "diff",
+    "lazy",
+    "lssar",
+    "tda",
+    "sigmoid_norm",
+    "gated_deltanet",
+    "mamba2",
+    "focus topk=1",
+)
+MORE = {
+    "elastic learn_alibi=1": {"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"},
+    "tda head_dim=136": {"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1},
+    "softmax pos=t5": {"attn": "softmax", "pos": "t5"},
+}
+called = pytest.mark.parametrize(
+    "choices, packed",
+    [
+        by_default(name in CALLS or name in [*MORE][:2], choices, False)
+        for name, choices in ({case.id: case.values[0] for case in EVERY} | MORE).items()
+    ]
+    + [
+        by_default(attn == "streaming", {"attn": attn}, True)
+        for attn in ("softmax", "streaming", "lazy", "entmax", "tda")
+    ],
+    ids=str,
+)
 
 
 @every
@@ -50,31 +89,50 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
         hidden, later = module.sight._replace(hidden=place), slice(place + 1, None)
         here = torch.arange(T)[:, None] == place
         assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
-        if choices["attn"] == "routing":        # a cluster takes another token in its place
+        if choices["attn"] == "routing":  # a cluster takes another token in its place
             continue
         o = module.attend(q, k, v, x, sight=hidden)
-        other = module.attend(q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden)
+        other = module.attend(
+            q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden
+        )
         close(other[:, :, later], o[:, :, later], terms=T)
-        close(o[:, :, :place + 1], module.attend(q, k, v, x)[:, :, :place + 1], terms=T)
+        close(o[:, :, : place + 1], module.attend(q, k, v, x)[:, :, : place + 1], terms=T)
 
 
-PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))       # where documents begin in two sequences of 24 tokens
+PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))  # where documents begin in two sequences of 24 tokens
 
 
-@pytest.mark.parametrize("choices", [
-    by_default(case.id in ("streaming", "tda", "focus"), *case.values) for case in EVERY], ids=str)
+@pytest.mark.parametrize(
+    "choices",
+    [by_default(case.id in ("streaming", "tda", "focus"), *case.values) for case in EVERY],
+    ids=str,
+)
 def test_no_row_sees_another_document_of_a_pack(choices):
     """Nor has it a gradient from there: output and gradient are those of each document alone."""
-    module, x, above = layer(**choices), normal(2, 24, 32).requires_grad_(), normal(2, 24, 32, stream=1)
+    module, x, above = (
+        layer(**choices),
+        normal(2, 24, 32).requires_grad_(),
+        normal(2, 24, 32, stream=1),
+    )
     if module.config.mixer != "attention" or module.ahead:
-        with pytest.raises(ValueError, match="--docs=1 (needs attention|cannot be used with --sink=token)"):
+        with pytest.raises(
+            ValueError, match="--docs=1 (needs attention|cannot be used with --sink=token)"
+        ):
             mixers.check_packs(module.config)
         return
-    parts = [module(part) for b, begins in enumerate(PACKED) for part in x[b:b + 1].tensor_split(begins[1:], 1)]
-    starts = torch.tensor([[max(begin for begin in begins if begin <= i) for i in range(24)] for begins in PACKED])
+    parts = [
+        module(part)
+        for b, begins in enumerate(PACKED)
+        for part in x[b : b + 1].tensor_split(begins[1:], 1)
+    ]
+    starts = torch.tensor(
+        [[max(begin for begin in begins if begin <= i) for i in range(24)] for begins in PACKED]
+    )
     module.sight = module.sight._replace(starts=starts)
     o, alone = module(x), torch.cat(parts, 1).view_as(x)
-    g, g_alone = (torch.autograd.grad((y * above).sum(), x, retain_graph=True)[0] for y in (o, alone))
+    g, g_alone = (
+        torch.autograd.grad((y * above).sum(), x, retain_graph=True)[0] for y in (o, alone)
+    )
     close([o, g], [alone, g_alone], terms=24 * 32 * 64)
     for own in (starts == start for start in starts.unique()):
         assert not torch.autograd.grad((o * above)[own].sum(), x, retain_graph=True)[0][~own].any()
@@ -86,18 +144,25 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
     q, k, v, x = inputs(module, 21, dtype=torch.float32)
     own = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     for name, scores in {
-            "one key": (q[:, :, :1], k[:, :, :1]), "zero": (0 * q, 0 * k),
-            "all equal": (torch.ones_like(q), torch.ones_like(k)),
-            "all negative": (torch.full_like(q, 10.0), -5 - 0.01 * k.abs()),          # scores near -141, not all equal
-            "times 300": (300 * q, k), "all keys but one's own point away": (30 * own, -30 * k)}.items():
-        T, gates = scores[1].shape[2], 300 * x if name == "times 300" else x        # x decides gates
+        "one key": (q[:, :, :1], k[:, :, :1]),
+        "zero": (0 * q, 0 * k),
+        "all equal": (torch.ones_like(q), torch.ones_like(k)),
+        # scores near -141, not all equal
+        "all negative": (torch.full_like(q, 10.0), -5 - 0.01 * k.abs()),
+        "times 300": (300 * q, k),
+        "all keys but one's own point away": (30 * own, -30 * k),
+    }.items():
+        T, gates = scores[1].shape[2], 300 * x if name == "times 300" else x  # x decides gates
         for a in attend_and_gradients(module, *scores, v[:, :, :T], gates[:, :T]):
             assert a is None or a.isfinite().all(), name
 
 
 def without_jumps(choices, T):
-    """Routing has clusters of all T tokens, and selection selects all T keys: rounding cannot change which they are."""
-    whole = {"magicpig": {"attn_args": f"recent={T}"}} | dict.fromkeys(("topk", "sparq", "quest"), {"topk": 0})
+    """Routing has clusters of all T tokens, and selection selects all T keys: rounding cannot
+    change which they are."""
+    whole = {"magicpig": {"attn_args": f"recent={T}"}} | dict.fromkeys(
+        ("topk", "sparq", "quest"), {"topk": 0}
+    )
     routing = {"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {}
     return choices | routing | whole.get(selection(**choices), {})
 
@@ -106,7 +171,10 @@ def without_jumps(choices, T):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_close_to_float64(choices, dtype):
     """The bound is the effect of rounding the input. The last tokens are decoded from a cache."""
-    module, x = layer(**without_jumps(choices, 40), dtype=torch.float32), normal(2, 40, 32, dtype=torch.float32)
+    module, x = (
+        layer(**without_jumps(choices, 40), dtype=torch.float32),
+        normal(2, 40, 32, dtype=torch.float32),
+    )
     past, parts = ({}, x.split([37, 1, 1, 1], 1)) if module.cached else (None, [x])
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), torch.no_grad():
         low = torch.cat([module(part, past) for part in parts], 1)
@@ -117,7 +185,8 @@ def test_low_precision_is_close_to_float64(choices, dtype):
 
 @every
 def test_training_memory_grows_linearly(choices):
-    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
+    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take
+    64 times."""
     fixed = {"attn_args": "cluster_size=16"} if choices["attn"] == "routing" else {}
     module = layer(**choices | fixed, dtype=torch.float32, block_size=1024).train()
 
@@ -132,12 +201,22 @@ def test_training_memory_grows_linearly(choices):
 
 @every
 def test_a_models_seed_alone_decides_its_initial_values_and_a_file_of_tensors_restores_it(choices):
-    """All models of a seed share what they have in common. The global generator has another state each time."""
-    one, again, other, plain = (GPT(tiny_config(**SIZES | more), seed).eval() for more, seed in (
-        (choices, 5), (choices, 5), (choices, 6), ({"attn": "softmax", "pos": "learned"}, 5)))
+    """All models of a seed share what they have in common. The global generator has another state
+    each time."""
+    one, again, other, plain = (
+        GPT(tiny_config(**SIZES | more), seed).eval()
+        for more, seed in (
+            (choices, 5),
+            (choices, 5),
+            (choices, 6),
+            ({"attn": "softmax", "pos": "learned"}, 5),
+        )
+    )
     first, plain, idx = one.state_dict(), plain.state_dict(), torch.arange(13)[None]
     same(again.state_dict(), first)
-    assert not torch.equal(first["transformer.wte.weight"], other.state_dict()["transformer.wte.weight"])
+    assert not torch.equal(
+        first["transformer.wte.weight"], other.state_dict()["transformer.wte.weight"]
+    )
     shared = [name for name in first if name in plain and first[name].shape == plain[name].shape]
     assert len(shared) > 5
     same([first[name] for name in shared], [plain[name] for name in shared])
@@ -156,17 +235,26 @@ def test_every_parameter_learns(choices):
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_params_describe_the_recipe(attn):
     module = layer(attn, dtype=torch.float32)
-    own = {name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]}
+    own = {
+        name
+        for name, _ in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]
+    }
     found = params.figures(module)
     assert not own - {*params.HIDDEN, "table", "alibi", "t5"} or found
     assert found.keys() <= params.MEANINGS.keys(), "give it a line in MEANINGS of evals/params.py"
 
 
 CONTRACT = (
-    test_a_hidden_key_is_seen_by_its_own_row_only, test_extreme_scores_stay_finite_in_values_and_gradients,
+    test_a_hidden_key_is_seen_by_its_own_row_only,
+    test_extreme_scores_stay_finite_in_values_and_gradients,
     partial(test_low_precision_is_close_to_float64, dtype=torch.bfloat16),
     test_a_models_seed_alone_decides_its_initial_values_and_a_file_of_tensors_restores_it,
-    test_every_parameter_learns, test_no_row_sees_another_document_of_a_pack)
+    test_every_parameter_learns,
+    test_no_row_sees_another_document_of_a_pack,
+)
 
 
 @given(recipes())
@@ -178,9 +266,9 @@ def test_combinations_of_axes_obey_the_same_contract(choices):
 
 @called
 def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, packed):
-    """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur twice: scores tie.
-    packed: several documents in a sequence."""
-    pairs = ATTENTIONS[choices["attn"]].get("diff") == "v1"             # of key heads
+    """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur
+    twice: scores tie. packed: several documents in a sequence."""
+    pairs = ATTENTIONS[choices["attn"]].get("diff") == "v1"  # of key heads
     sizes = {"n_head": 2, "n_kv_head": 2 if pairs else 1, "n_embd": 16}
     choices = sizes | {"bias_range": 20, "dtype": torch.float32} | choices
     assert {name for name, rule in RULES.items() if rule.kernel} <= kernels.KERNELS.keys()
@@ -191,19 +279,25 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, pac
         assert choices["attn"] not in CALLS, e
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
-    T = 140 if choices.get("pos") == "t5" else 84 if packed else 45     # 140: beyond T5's table
+    T = 140 if choices.get("pos") == "t5" else 84 if packed else 45  # 140: beyond T5's table
     qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
     qkvx[1][:, :, 30:40] = qkvx[1][:, :, 10:20]
     if packed:
-        first = torch.tensor([[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE)
+        first = torch.tensor(
+            [[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE
+        )
         fused.sight, loop.sight = (module.sight._replace(starts=first) for module in (fused, loop))
-    found, expected = (attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
-                       for module in (fused, loop))
-    # The gradient of a state's decay sums over all pairs of tokens before and after it. All summands have a size of
-    # about 1, even if they cancel. They cancel for a sink logit before a norm, which undoes it
-    terms = T * T if fused.config.mixer == "recurrent" else T + fused.width             # a score sums over the width
+    found, expected = (
+        attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
+        for module in (fused, loop)
+    )
+    # The gradient of a state's decay sums over all pairs of tokens before and after it. All
+    # summands have a size of about 1, even if they cancel. They cancel for a sink logit before a
+    # norm, which undoes it
+    # a score sums over the width
+    terms = T * T if fused.config.mixer == "recurrent" else T + fused.width
     for a, b in zip(found, expected, strict=True):
         close(a, b, terms, size=None if b is None else max(1.0, b.abs().max().item()))
-    if packed:                                  # its tiles are not visited: a nan would spread to all rows of a tile
+    if packed:  # its tiles are not visited: a nan would spread to all rows of a tile
         qkvx[2][:, :, :64] = torch.nan
         assert fused.attend(*qkvx, fused.distance())[:, :, 64:].isfinite().all()

@@ -1,4 +1,6 @@
-"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code is the file's."""
+"""README and docs/: every command passes the real parsers, every link leads somewhere, quoted code
+is the file's."""
+
 import argparse
 import importlib.util
 import math
@@ -20,9 +22,11 @@ from common.flags import fields_of, given_flags, with_recipe
 from evals.board import RECIPES
 from model import GPTConfig
 
-PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
-         for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
-READERS_OWN = ("squared", "--attn=average", "--pos=log")               # what a reader adds, which does not exist
+PAGES = {
+    str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+READERS_OWN = ("squared", "--attn=average", "--pos=log")  # what a reader adds, which does not exist
 
 
 def script(name):
@@ -35,12 +39,20 @@ sink = script("sink")
 
 
 def commands_of(page):
-    """(script, arguments) of every command in a page that starts a script of ours: in its sh blocks, and in code of its
-    text that starts python or torchrun. Placeholders such as ... and FILE stay out."""
+    """(script, arguments) of every command in a page that starts a script of ours: in its sh
+    blocks, and in code of its text that starts python or torchrun. Placeholders such as ... and
+    FILE stay out."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.S)).replace("\\\n", " ")
-    blocks = re.sub(r"^for (\w+) in (.*?); do (.*); done$", lambda loop: "\n".join(
-        loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()), blocks, flags=re.M)
-    quoted = re.findall(r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`", re.sub(r"```.*?```", "", page, flags=re.S))
+    blocks = re.sub(
+        r"^for (\w+) in (.*?); do (.*); done$",
+        lambda loop: "\n".join(loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()),
+        blocks,
+        flags=re.M,
+    )
+    quoted = re.findall(
+        r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`",
+        re.sub(r"```.*?```", "", page, flags=re.S),
+    )
     lines = blocks.splitlines() + [" ".join(code.split()) for code in quoted]
     for command in (command.split(" > ")[0] for line in lines for command in line.split(" && ")):
         words = shlex.split(command, comments=True)
@@ -49,24 +61,34 @@ def commands_of(page):
         if "-m" in words or "-h" in words or not scripts or "..." in command:
             continue
         # what a shell loop of several lines puts there
-        arguments = [word.replace("$attn", "elastic").replace("$seed", "1") for word in words[scripts[0] + 1:]]
+        arguments = [
+            word.replace("$attn", "elastic").replace("$seed", "1")
+            for word in words[scripts[0] + 1 :]
+        ]
         if not any(name in " ".join(arguments) for name in READERS_OWN):
             yield words[scripts[0]], arguments
 
 
 SCRIPT = f"```sh\n{(ROOT / 'evals/everything.sh').read_text(encoding='utf-8')}```"
-COMMANDS = sorted({
-    (script, *arguments) for page in (*PAGES.values(), SCRIPT) for script, arguments in commands_of(page)})
+COMMANDS = sorted(
+    {
+        (script, *arguments)
+        for page in (*PAGES.values(), SCRIPT)
+        for script, arguments in commands_of(page)
+    }
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(command, monkeypatch, capsys):
+def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(
+    command, monkeypatch, capsys
+):
     """Whoever types the commands of these pages still has a clean clone: they write to out/."""
     script, *arguments = command
     flags = dict(re.findall(r"--(\w+)=(\S+)", " ".join(command)))
     for name in {"png", "html", "out", "out_dir", "results"} & flags.keys():
         assert flags[name].strip("'").startswith(("out/", "data/")), name
-    if "lab" in command and "attn" not in flags:                        # otherwise it writes to results/
+    if "lab" in command and "attn" not in flags:  # otherwise it writes to results/
         assert "results" in flags
     parse = argparse.ArgumentParser.parse_known_args
 
@@ -74,7 +96,7 @@ def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(command
         found, unknown = parse(parser, args, namespace)
         if unknown:
             parser.error(f"unknown: {unknown}")
-        raise StopIteration(found)              # in place of what the command would do next
+        raise StopIteration(found)  # in place of what the command would do next
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parse_only)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
@@ -86,9 +108,14 @@ def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(command
         pytest.fail(capsys.readouterr().err)
     for name in getattr(found, "attn", None) and found.attn.split(",") or ():
         assert name == "all" or name in attention.ATTENTIONS or name in RECIPES
-    if script == "train.py":                        # the recipe and its axes go together
+    if script == "train.py":  # the recipe and its axes go together
         given = given_flags(found, GPTConfig)
-        GPTConfig(**fields_of(GPTConfig, with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS)))
+        GPTConfig(
+            **fields_of(
+                GPTConfig,
+                with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS),
+            )
+        )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -99,8 +126,13 @@ def test_every_link_and_picture_leads_somewhere(page):
     for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         place = (ROOT / page).parent / path if path else ROOT / page
         assert place.exists(), path
-        headings = re.findall(r"^#+ (.*)", place.read_text(encoding="utf-8"), re.M) if anchor else []
-        assert anchor in ["", *(re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings)]
+        headings = (
+            re.findall(r"^#+ (.*)", place.read_text(encoding="utf-8"), re.M) if anchor else []
+        )
+        assert anchor in [
+            "",
+            *(re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings),
+        ]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -113,7 +145,8 @@ def test_quoted_code_is_the_files_own(page):
 
 
 def with_additions(folder, *additions):
-    """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where it matches)."""
+    """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where
+    it matches)."""
     for path in (path for files in ("*.py", "*/*.py") for path in ROOT.glob(files)):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
@@ -130,11 +163,15 @@ OWN_PAGE = re.findall(r"```python\n(.*?)```", PAGES["docs/add-your-own.md"], re.
 
 @needs_triton
 def test_the_readers_own_rule_works(tmp_path):
-    """README's card, with its kernel of docs/add-your-own.md: the recipe trains, and the kernel equals the loop."""
-    card, = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
+    """README's card, with its kernel of docs/add-your-own.md: the recipe trains, and the kernel
+    equals the loop."""
+    (card,) = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
     card, _, entry = card.partition("ATTENTIONS = {..., ")
-    with_additions(tmp_path, ("attention.py", "# -+ the recipes\n", f"{card}{OWN_PAGE[0]}\n"),
-                   ("attention.py", r"(?<=\nATTENTIONS = {\n)", f"    {entry.strip()[:-1]},\n"))
+    with_additions(
+        tmp_path,
+        ("attention.py", "# -+ the recipes\n", f"{card}{OWN_PAGE[0]}\n"),
+        ("attention.py", r"(?<=\nATTENTIONS = {\n)", f"    {entry.strip()[:-1]},\n"),
+    )
     (tmp_path / "program.py").write_text("""
 import torch, model
 found = []
@@ -150,35 +187,48 @@ assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-
 
 @pytest.mark.exhaustive
 def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
-    """Those of docs/add-your-own.md, in a copy of the repository, as the page says where they belong."""
+    """Those of docs/add-your-own.md, in a copy of the repository, as the page says where they
+    belong."""
     *_, position, instrument, row, mixer, entry, recipe = OWN_PAGE
     with_additions(
-        tmp_path, ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"), ("eval.py", " curve, ", " ends,"),
-        ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"), ("attention.py", "    # fewer keys", recipe),
+        tmp_path,
+        ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"),
+        ("eval.py", " curve, ", " ends,"),
+        ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"),
+        ("attention.py", "    # fewer keys", recipe),
         ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\n"),
-        ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"))
+        ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"),
+    )
     (tmp_path / "evals/ends.py").write_text(instrument, encoding="utf-8")
     (tmp_path / "mixers/average.py").write_text(mixer, encoding="utf-8")
     new = (*TINY, f"--dataset={data}")
-    for command in (("train.py", *new, "--attn=elastic", "--pos=log"), ("eval.py", "ends"),
-                    ("train.py", *new, "--attn=average"), ("eval.py", "probe", "--windows=4"),
-                    ("eval.py", "sample", "--tokens=4")):
+    for command in (
+        ("train.py", *new, "--attn=elastic", "--pos=log"),
+        ("eval.py", "ends"),
+        ("train.py", *new, "--attn=average"),
+        ("eval.py", "probe", "--windows=4"),
+        ("eval.py", "sample", "--tokens=4"),
+    ):
         run(tmp_path / command[0], *command[1:], "--out_dir=out/own", cwd=tmp_path)
 
 
 def test_the_gradients_of_chapter_2_are_those_of_autograd(capsys):
-    block, = re.findall(r"```python\n([^`]*autograd.*?)```", PAGES["docs/2-spending-less.md"], re.S)
+    (block,) = re.findall(
+        r"```python\n([^`]*autograd.*?)```", PAGES["docs/2-spending-less.md"], re.S
+    )
     exec(block, {})
     assert capsys.readouterr().out == "True True\n"
 
 
 def test_the_picture_of_chapter_4_has_its_dots_on_the_curve(tmp_path, monkeypatch):
-    block, = re.findall(r"```python\n(.*?)```", PAGES["docs/4-a-sink-is-a-gate.md"], re.S)
+    (block,) = re.findall(r"```python\n(.*?)```", PAGES["docs/4-a-sink-is-a-gate.md"], re.S)
     monkeypatch.chdir(tmp_path)
     exec(block, names := {})
     assert (tmp_path / "out/curve-gate.png").exists()
     for line in names["ax"].lines[1:]:
-        assert torch.as_tensor(line.get_xdata()).sigmoid().item() == pytest.approx(float(line.get_ydata()[0]))
+        assert torch.as_tensor(line.get_xdata()).sigmoid().item() == pytest.approx(
+            float(line.get_ydata()[0])
+        )
 
 
 def test_variants_has_a_row_for_every_recipe():
@@ -186,17 +236,29 @@ def test_variants_has_a_row_for_every_recipe():
     assert sorted(names) == sorted(attention.ATTENTIONS)
 
 
-VERDICTS = dict(re.findall(r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*", "\n".join(
-    page.read_text(encoding="utf-8") for page in (ROOT / "results/claims").glob("*.md")), re.M))
+VERDICTS = dict(
+    re.findall(
+        r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*",
+        "\n".join(
+            page.read_text(encoding="utf-8") for page in (ROOT / "results/claims").glob("*.md")
+        ),
+        re.M,
+    )
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_verdicts_are_those_of_the_claims_own_pages(page):
-    """Where a page says that a claim agrees, contradicts or is mixed, its section in results/claims does."""
-    said = re.findall(r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b", " ".join(PAGES[page].split()))
+    """Where a page says that a claim agrees, contradicts or is mixed, its section in results/claims
+    does."""
+    said = re.findall(
+        r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b",
+        " ".join(PAGES[page].split()),
+    )
     assert len(VERDICTS) == 76
     assert [pair for pair in said if pair[0] in VERDICTS] == [
-        (name, VERDICTS[name]) for name, _ in said if name in VERDICTS]
+        (name, VERDICTS[name]) for name, _ in said if name in VERDICTS
+    ]
 
 
 @pytest.mark.parametrize("rule, least, most", [("softmax", 0.8, 1.0), ("elastic", 0.0, 0.05)])
@@ -204,10 +266,13 @@ def test_the_essence_grows_a_sink_with_softmax_and_none_with_elastic(rule, least
     """Both models solve the task. The whole file has 80 lines at most."""
     sink.main(rule, 0)
     said = capsys.readouterr().out
-    first, spent = map(float, re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)[0])
+    first, spent = map(
+        float, re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)[0]
+    )
     assert least <= first <= most and first <= spent <= 1
     assert float(re.findall(r"loss of copy rows: ([\d.]+)", said)[0]) < 0.2
-    dark = [line[5] in "#@" for line in said.splitlines() if line.startswith("idle ")]  # in the first column
+    # in the first column
+    dark = [line[5] in "#@" for line in said.splitlines() if line.startswith("idle ")]
     assert sum(dark) > 0.8 * len(dark) if rule == "softmax" else sum(dark) < 0.1 * len(dark)
     assert len((ROOT / "docs/sink.py").read_text(encoding="utf-8").splitlines()) <= 80
 
@@ -219,4 +284,7 @@ def test_the_essences_rules_are_those_of_attention():
     for name, rule in sink.RULES.items():
         expected = attention.RULES[name].weights(s, seen, row_inputs.get(name))
         # attention.py adds 1e-8 to softpick's divisor, which is above 0.1 here
-        below((rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n) - expected).abs(), 1e-7 * (name == "softpick") + 1e-14)
+        below(
+            (rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n) - expected).abs(),
+            1e-7 * (name == "softpick") + 1e-14,
+        )

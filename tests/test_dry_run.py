@@ -1,4 +1,5 @@
 """train.py --dry_run: the memory of a step, tokens, FLOPs and hours, without training."""
+
 import pytest
 import torch
 from bounds import below
@@ -11,14 +12,20 @@ SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("choices", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "vocab_size": 4000, "n_layer": 6}])
+@pytest.mark.parametrize(
+    "choices", [{}, {"mlp": "swiglu", "norm": "rmsnorm", "vocab_size": 4000, "n_layer": 6}]
+)
 def test_activations_are_estimated_within_a_factor_of_1_5(choices, dtype):
     """The other parts are exact: four bytes a weight and a gradient, eight for AdamW's averages."""
     config, idx = GPTConfig(**SMALL | choices), torch.zeros(8, 64, dtype=torch.long)
-    knobs, machine, model = train.Train(batch_size=8, dtype=dtype), Machine("cpu", dtype), GPT(config)
+    knobs, machine, model = (
+        train.Train(batch_size=8, dtype=dtype),
+        Machine("cpu", dtype),
+        GPT(config),
+    )
     memory = train.memory_of_a_step(model, config, knobs)
 
-    def step():                                 # of an earlier micro-batch there are gradients
+    def step():  # of an earlier micro-batch there are gradients
         with machine.autocast():
             loss = model(idx, idx)[1]
         loss.backward()
@@ -35,19 +42,32 @@ def test_activations_are_estimated_within_a_factor_of_1_5(choices, dtype):
 
 def test_memory_tokens_flops_and_hours_are_printed(capsys):
     """The hours at an MFU are those after which train.py's own column mfu would show it."""
-    flags = SMALL | {"batch_size": 2, "max_iters": 1000, "gradient_accumulation_steps": 3, "gpu": "A100", "mfu": 0.5}
+    flags = SMALL | {
+        "batch_size": 2,
+        "max_iters": 1000,
+        "gradient_accumulation_steps": 3,
+        "gpu": "A100",
+        "mfu": 0.5,
+    }
     train.main(["--dry_run", *(f"--{name}={value}" for name, value in flags.items())])
     model, text = GPT(GPTConfig(**SMALL)), capsys.readouterr().out
     size, flops = 4e-9 * model.num_params(), model.flops_per_token() * 384_000
     hours = flops / (312e12 * 0.5) / 3600
     assert model.flops_per_token() > 6 * model.num_params(embeddings=False)
-    for words in (f" {2 * size:.3f} GB", f"{4 * size / 8:.3f} GB on each of 8 GPUs", "1,000 steps, 384,000 in all",
-                  f"{flops:.3g} in all", f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs"):
+    for words in (
+        f" {2 * size:.3f} GB",
+        f"{4 * size / 8:.3f} GB on each of 8 GPUs",
+        "1,000 steps, 384,000 in all",
+        f"{flops:.3g} in all",
+        f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs",
+    ):
         assert words in text
 
 
 def test_a_dry_run_needs_neither_data_nor_memory(monkeypatch, tmp_path, capsys):
     """The weights of this model are 17 GB. Its data set does not exist."""
     monkeypatch.chdir(tmp_path)
-    train.main("--dry_run --preset=paper5-1b --n_layer=2 --n_embd=16384 --n_inner=4096 --block_size=64".split())
+    train.main(
+        "--dry_run --preset=paper5-1b --n_layer=2 --n_embd=16384 --n_inner=4096 --block_size=64".split()
+    )
     assert "  weights         16.794 GB" in capsys.readouterr().out and not any(tmp_path.iterdir())

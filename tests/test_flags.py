@@ -1,4 +1,5 @@
 """Flags: which value wins."""
+
 import shutil
 
 from conftest import meta
@@ -23,21 +24,43 @@ def settled(*argv):
 
 
 def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):
-    monkeypatch.setitem(train_script.PRESETS, "tiny", {"n_layer": 7, "n_head": 3, "pos": "learned", "rule": "softmax"})
-    monkeypatch.setitem(attention.ATTENTIONS, "elastic", {"rule": "elastic", "n_head": 5, "pos": "none"})
-    knobs = {"n_layer": 7, "n_head": 5, "pos": "none", "rule": "elastic", "attn": "elastic", "attn_args": ""}
+    monkeypatch.setitem(
+        train_script.PRESETS,
+        "tiny",
+        {"n_layer": 7, "n_head": 3, "pos": "learned", "rule": "softmax"},
+    )
+    monkeypatch.setitem(
+        attention.ATTENTIONS, "elastic", {"rule": "elastic", "n_head": 5, "pos": "none"}
+    )
+    knobs = {
+        "n_layer": 7,
+        "n_head": 5,
+        "pos": "none",
+        "rule": "elastic",
+        "attn": "elastic",
+        "attn_args": "",
+    }
     assert settled("--attn=elastic", "--n_embd=64") == knobs | {"n_embd": 64}
-    assert settled("--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1") == knobs | {
-        "n_layer": 1, "n_head": 2, "pos": "rope", "rule": "softmax"}
+    assert settled(
+        "--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1"
+    ) == knobs | {"n_layer": 1, "n_head": 2, "pos": "rope", "rule": "softmax"}
     assert settled() == train_script.PRESETS["tiny"]
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
-    """The default is the preset tune, because their own context would not fit. A named preset and flags override it."""
+    """The default is the preset tune, because their own context would not fit. A named preset and
+    flags override it."""
     about, public = meta(copy), f"--init_from={copy}"
-    files.write_json(copy / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}})
+    files.write_json(
+        copy / "meta.json", about | {"source": {}, "knobs": about["knobs"] | {"block_size": 8192}}
+    )
     knobs = settled(public, "--attn=softmax")
-    assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == ("tune", 256, 1, "softmax")
+    assert (knobs["preset"], knobs["block_size"], knobs["batch_size"], knobs["attn"]) == (
+        "tune",
+        256,
+        1,
+        "softmax",
+    )
     assert settled(public, "--preset=tune", "--attn=softmax") == knobs
     assert settled(public, "--block_size=64")["block_size"] == 64
     assert settled(public, "--preset=tiny")["block_size"] == 8192
@@ -56,35 +79,55 @@ def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():
     for before in alone:
         for after in alone:
             found = vars(model_config(alone[before], {"attn": after}))
-            assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (before, after)
-    assert model_config(vars(GPTConfig(gate="head")), {"attn": "elastic"}).gate == "head"       # a flag's value is kept
+            assert all(found[axis] == alone[after][axis] for axis in mixers.DEFAULTS), (
+                before,
+                after,
+            )
+    # a flag's value is kept
+    assert model_config(vars(GPTConfig(gate="head")), {"attn": "elastic"}).gate == "head"
 
 
-AXES = st.fixed_dictionaries({}, optional={
-    "pos": st.sampled_from(["rope", "none", "alibi", "rope+bias"]), "window": st.sampled_from([0, 5]),
-    "gate": st.sampled_from(["none", "head"])})
+AXES = st.fixed_dictionaries(
+    {},
+    optional={
+        "pos": st.sampled_from(["rope", "none", "alibi", "rope+bias"]),
+        "window": st.sampled_from([0, 5]),
+        "gate": st.sampled_from(["none", "head"]),
+    },
+)
 CONSTANTS = st.fixed_dictionaries({}, optional={"tau_init": st.sampled_from([0.25, 0.5])})
-PARTS = st.lists(st.tuples(st.sampled_from(["elastic", "lazy"]), st.integers(1, 3), AXES, CONSTANTS)
-                 | st.tuples(st.sampled_from(["softmax", "gated", "window"]), st.integers(1, 3), AXES, st.just({})),
-                 min_size=1, max_size=4)
+PARTS = st.lists(
+    st.tuples(st.sampled_from(["elastic", "lazy"]), st.integers(1, 3), AXES, CONSTANTS)
+    | st.tuples(
+        st.sampled_from(["softmax", "gated", "window"]), st.integers(1, 3), AXES, st.just({})
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(PARTS, AXES, CONSTANTS, st.booleans())
 def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_flag_changes_all(
-        parts, flags, constant, afterwards):
+    parts, flags, constant, afterwards
+):
     """afterwards: the flags change a stored run."""
     first, layers, texts = parts[0][0], [], []
     for attn, count, axes, own in parts:
         pairs = [f"{name}={value}" for name, value in (axes | own).items()]
         texts.append(",".join([f"{attn}*{count}", *pairs]))
         shared = constant if attn == first else {}
-        layers += [(attn, mixers.DEFAULTS | attention.ATTENTIONS[attn] | axes | flags, shared | own)] * count
+        layers += [
+            (attn, mixers.DEFAULTS | attention.ATTENTIONS[attn] | axes | flags, shared | own)
+        ] * count
     given = {"attn": first, "layers": "+".join(texts)}
     if "tau_init" in constant and first in ("elastic", "lazy"):
         given["attn_args"] = f"tau_init={constant['tau_init']}"
     config = model_config({"n_layer": len(layers)}, given if afterwards else given | flags)
     config = model_config(vars(config), flags if afterwards else {})
     for kind, (attn, axes, own) in zip(config.kinds, layers, strict=True):
-        assert kind.attn == attn and all(getattr(kind, axis) == axes[axis] for axis in mixers.DEFAULTS)
+        assert kind.attn == attn and all(
+            getattr(kind, axis) == axes[axis] for axis in mixers.DEFAULTS
+        )
         assert constants(kind, attention.AXES).get("tau_init") == (
-            own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None)
+            own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None
+        )

@@ -1,4 +1,6 @@
-"""mixers/focus.py: balances in training, k-means, runs. Its formulas are in tests/reference_mixers.py."""
+"""mixers/focus.py: balances in training, k-means, runs. Its formulas are in
+tests/reference_mixers.py."""
+
 import math
 
 import layers
@@ -27,7 +29,8 @@ def step(module, *micro_batches):
 
 
 def test_the_potential_moves_to_what_sinkhorn_subtracts():
-    """Sinkhorn's result is softmax(s - u), which determines u up to a constant. Nothing moves in evaluation."""
+    """Sinkhorn's result is softmax(s - u), which determines u up to a constant. Nothing moves in
+    evaluation."""
     module = layer(attn_args="groups=3,temperature=2,rate=0.2")
     batches = [normal(2, 40, 32), normal(1, 40, 32, stream=1)]
     s = torch.cat(batches) @ module.router.weight.T @ module.centroids.T / 2
@@ -41,11 +44,18 @@ def test_the_potential_moves_to_what_sinkhorn_subtracts():
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_how_each_balance_of_table_8_treats_gradients_and_centroids(balance):
-    module, x = layer(balance=balance, attn_args="every=7" if balance == "recluster" else ""), normal(2, 60, 32)
-    own, moved = balance in ("ema", "recluster"), []                    # these move centroids without gradients
+    module, x = (
+        layer(balance=balance, attn_args="every=7" if balance == "recluster" else ""),
+        normal(2, 60, 32),
+    )
+    own, moved = balance in ("ema", "recluster"), []  # these move centroids without gradients
     module.assign(x.requires_grad_())[..., 0].sum().backward()
-    assert (x.grad is None) == (balance in ("stop_gradient", "ema")) and module.router.weight.grad.any()
-    assert ("centroids" in dict(module.named_parameters())) != own and module.cached == (balance != "sinkhorn")
+    assert (x.grad is None) == (
+        balance in ("stop_gradient", "ema")
+    ) and module.router.weight.grad.any()
+    assert ("centroids" in dict(module.named_parameters())) != own and module.cached == (
+        balance != "sinkhorn"
+    )
     for number in range(1, 16):
         before = module.centroids.detach().clone()
         step(module.train(), normal(2, 60, 32, stream=number))
@@ -54,22 +64,33 @@ def test_how_each_balance_of_table_8_treats_gradients_and_centroids(balance):
 
 
 def test_the_moving_average_takes_each_centroid_towards_the_mean_of_its_tokens():
-    """The mean of W x, weighted by the tokens' shares, over all micro-batches. The centroid of an empty group stays."""
-    module, x = layer(balance="ema", attn_args="groups=3,rate=0.25,temperature=100"), normal(4, 30, 32) + 5.0
+    """The mean of W x, weighted by the tokens' shares, over all micro-batches. The centroid of an
+    empty group stays."""
+    module, x = (
+        layer(balance="ema", attn_args="groups=3,rate=0.25,temperature=100"),
+        normal(4, 30, 32) + 5.0,
+    )
     z = x @ module.router.weight.T
     module.centroids[2] = -1e3 * z.mean((0, 1))
     g, before = module.assign(x), module.centroids.clone()
     means = torch.einsum("btk,btd->kd", g, z) / g.sum((0, 1))[:, None]
     step(module.train(), *x.split([1, 3]))
     assert g[..., 2].sum() < 1e-3
-    close(module.centroids, torch.cat([0.75 * before[:2] + 0.25 * means[:2], before[2:]]).detach(), terms=120)
+    close(
+        module.centroids,
+        torch.cat([0.75 * before[:2] + 0.25 * means[:2], before[2:]]).detach(),
+        terms=120,
+    )
 
 
 def test_the_penalty_is_low_for_confident_tokens_in_balanced_groups():
     """Its gradients are finite where a share is 0, as that of a score 1000 below the largest."""
     module, eye = layer(balance="entropy", attn_args="groups=4,penalty=1"), torch.eye(4).double()
-    for g, expected in ((eye.repeat(1, 3, 1), -math.log(4)), (torch.full((1, 12, 4), 0.25).double(), 0.0),
-                        (eye[:1].repeat(1, 12, 1), 0.0)):               # sure and even, unsure, all in one group
+    for g, expected in (
+        (eye.repeat(1, 3, 1), -math.log(4)),
+        (torch.full((1, 12, 4), 0.25).double(), 0.0),
+        (eye[:1].repeat(1, 12, 1), 0.0),
+    ):  # sure and even, unsure, all in one group
         penalty = module.choices["balance"].penalty(module, g.requires_grad_())
         close(penalty.item(), expected, size=math.log(4))
         assert torch.autograd.grad(penalty, g)[0].isfinite().all()
@@ -80,11 +101,12 @@ def test_the_penalty_is_low_for_confident_tokens_in_balanced_groups():
 
 
 def test_k_means_finds_hidden_clusters_in_which_tokens_are_after_reclustering():
-    """All tokens share a direction, which by itself would decide their scores. The first sequence of a step counts."""
+    """All tokens share a direction, which by itself would decide their scores. The first sequence
+    of a step counts."""
     middles = torch.tensor([[0.0, 9.0], [9.0, 0.0], [-9.0, -9.0]])
     found = k_means(normal(300, 2, dtype=torch.float32) + middles.repeat(100, 1), 3)
-    below(torch.cdist(middles, found).amin(1), 10 / math.sqrt(100))     # ten standard errors
-    assert k_means(torch.zeros(5, 2), 3).isfinite().all()               # fewer distinct points than groups
+    below(torch.cdist(middles, found).amin(1), 10 / math.sqrt(100))  # ten standard errors
+    assert k_means(torch.zeros(5, 2), 3).isfinite().all()  # fewer distinct points than groups
     module = layer(balance="recluster", attn_args="groups=3,every=1,temperature=1")
     x = normal(2, 300, 32) + 2.0
     step(module.train(), x, normal(2, 300, 32, stream=1))
@@ -98,8 +120,9 @@ FOCUS = ("--attn=focus", "--window=4", "--max_iters=12", "--eval_interval=12")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("balance, kept", [
-    ("potential", "potential"), ("recluster", "centroids"), ("ema", "centroids")])
+@pytest.mark.parametrize(
+    "balance, kept", [("potential", "potential"), ("recluster", "centroids"), ("ema", "centroids")]
+)
 def test_two_ranks_equal_one_process_in_potentials_and_centroids(balance, kept, tmp_path, data):
     flags = (*FOCUS, "--batch_size=2", "--gradient_accumulation_steps=4", f"--balance={balance}")
     flags += ("--attn_args=every=5",) if balance == "recluster" else ()
@@ -107,12 +130,18 @@ def test_two_ranks_equal_one_process_in_potentials_and_centroids(balance, kept, 
     train(tmp_path / "2", data, *flags, ranks=2)
     one, two = (weights(tmp_path / ranks) for ranks in "12")
     assert [name for name in one if name.endswith(kept) and one[name].abs().max() > 1e-3]
-    close([two[name] for name in one], [*one.values()], terms=12 * 16)          # steps and tokens
+    close([two[name] for name in one], [*one.values()], terms=12 * 16)  # steps and tokens
 
 
 @pytest.mark.parametrize("balance", [by_default(name == "potential", name) for name in BALANCES])
 def test_every_balance_trains_and_resumes_bit_for_bit(balance, tmp_path, data):
-    flags = (*FOCUS, f"--balance={balance}", f"--dataset={data}", "--eval_interval=6", "--lr_decay_iters=12")
+    flags = (
+        *FOCUS,
+        f"--balance={balance}",
+        f"--dataset={data}",
+        "--eval_interval=6",
+        "--lr_decay_iters=12",
+    )
     train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
     train_here(*flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=6")
     train_here(f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=12")
@@ -124,4 +153,9 @@ def test_a_run_can_be_loaded_and_trained_without_its_router_or_with_another_bala
     for choices in ({"attn": "softmax", "window": 0}, {"balance": "softmax"}):
         load_run(tmp_path / "focus", "cpu", choices)
         flags = [f"--{axis}={value}" for axis, value in choices.items()]
-        train_here(f"--init_from={tmp_path / 'focus'}", *flags, "--max_iters=1", f"--out_dir={tmp_path / 'next'}")
+        train_here(
+            f"--init_from={tmp_path / 'focus'}",
+            *flags,
+            "--max_iters=1",
+            f"--out_dir={tmp_path / 'next'}",
+        )

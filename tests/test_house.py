@@ -1,4 +1,5 @@
 """The house as docs/add-your-own.md draws it: who imports whom."""
+
 import ast
 import io
 import re
@@ -9,8 +10,13 @@ import pytest
 from conftest import ROOT
 
 FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
-FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-         for path in (*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")))}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (
+        *ROOT.glob("*.py"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")),
+    )
+}
 
 
 def imported(path):
@@ -22,23 +28,34 @@ def imported(path):
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def module_of(wanted):                          # mixers.recurrent rather than mixers, which holds it
-    return max((name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None)
+def module_of(wanted):  # mixers.recurrent rather than mixers, which holds it
+    return max(
+        (name for name in FILES if f"{wanted}.".startswith(f"{name}.")), key=len, default=None
+    )
 
 
 # {module: the modules of this repository that it imports}; evals.probe is a module, and so is model
-IMPORTS = {module: {module_of(wanted) for wanted in imported(path)} - {module, None} for module, path in FILES.items()}
+IMPORTS = {
+    module: {module_of(wanted) for wanted in imported(path)} - {module, None}
+    for module, path in FILES.items()
+}
 
 
-def room(module):                               # its file or folder
+def room(module):  # its file or folder
     return module.split(".")[0]
 
 
 def test_the_diagram_shows_all_imports():
     page = (ROOT / "docs/add-your-own.md").read_text(encoding="utf-8")
-    arrows = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (.*)$", re.search(r"```mermaid\n(.*?)```", page, re.S)[1], re.M)
-    drawn = {(start, re.match(r"\w+", end)[0]) for start, ends in arrows for end in ends.split(" & ")}
-    assert drawn == {(room(a), room(b)) for a, targets in IMPORTS.items() for b in targets if room(a) != room(b)}
+    arrows = re.findall(
+        r"^ *(\w+)(?:\[.*?\])? --> (.*)$", re.search(r"```mermaid\n(.*?)```", page, re.S)[1], re.M
+    )
+    drawn = {
+        (start, re.match(r"\w+", end)[0]) for start, ends in arrows for end in ends.split(" & ")
+    }
+    assert drawn == {
+        (room(a), room(b)) for a, targets in IMPORTS.items() for b in targets if room(a) != room(b)
+    }
 
 
 def test_no_module_imports_itself_through_others():
@@ -51,13 +68,18 @@ def test_no_module_imports_itself_through_others():
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
 def test_common_comes_before_torch_as_it_sets_how_threads_wait(script):
-    installed = (name for name in imported(ROOT / script) if name.split(".")[0] not in sys.stdlib_module_names)
+    installed = (
+        name
+        for name in imported(ROOT / script)
+        if name.split(".")[0] not in sys.stdlib_module_names
+    )
     assert next(installed).split(".")[0] == "common"
 
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
     """data/ and common/ are below the model: a data set is made, and a file written, without it."""
-    below = {"common": set(), "data": {"common.files", "common.flags"}}  # {room: what it may import}
+    # {room: what it may import}
+    below = {"common": set(), "data": {"common.files", "common.flags"}}
     for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval"}, module
         assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
@@ -67,17 +89,37 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
-CEILINGS = {"": 30_100, "axes": 7_800, "mixers": 22_600, "training": 2_600, "common": 6_900,
-            "data": 8_100, "docs": 1_100, "pretrained": 5_300, "evals": 42_800, "tests": 89_000}
-LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+CEILINGS = {
+    "": 30_100,
+    "axes": 7_800,
+    "mixers": 22_600,
+    "training": 2_600,
+    "common": 6_900,
+    "data": 8_100,
+    "docs": 1_100,
+    "pretrained": 5_300,
+    "evals": 42_800,
+    "tests": 89_000,
+}
+LAYOUT = {
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.COMMENT,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def tokens_of(path):
     """The number of tokens of a file, a string counts as one."""
     text = path.read_text(encoding="utf-8")
-    docstrings = set()                          # their lines
+    docstrings = set()  # their lines
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return sum(token.type not in LAYOUT and token.start[0] not in docstrings for token in tokens)

@@ -1,4 +1,5 @@
 """evals/instrument.py: opening runs with overrides, watching and changing attention, lists."""
+
 import os
 import subprocess
 import threading
@@ -16,12 +17,20 @@ import eval as eval_script
 import mixers
 from attention import ATTENTIONS
 from common import files
-from evals.instrument import each_done, instead, load_run, overrides_of, runs_named, train_if_missing
+from evals.instrument import (
+    each_done,
+    instead,
+    load_run,
+    overrides_of,
+    runs_named,
+    train_if_missing,
+)
 from model import GPT
 
 
 def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data, evaluate, capsys):
     """They have their initial values and are named in one line."""
+
     def loss(*flags, out_dir):
         return evaluate("loss", f"--out_dir={out_dir}", "--windows=4", *flags)["loss"]
 
@@ -32,22 +41,36 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
         assert loss(*flags, out_dir=base) != as_it_is
     for flags in (["--attn=elastic", "--attn_args=tau_init=0"], ["--attn=window", "--window=16"]):
         close(loss(*flags, out_dir=base), as_it_is, terms=4, dtype=torch.float32)
-    eval_script.main(["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"])
+    eval_script.main(
+        ["loss", f"--out_dir={base}", "--device=cpu", "--windows=4", "--attn=sink_token"]
+    )
     assert "initial values: sink_token" in capsys.readouterr().err
     files.write_json(base / "meta.json", meta(base) | {"ends": [7]})
-    train_here(f"--init_from={base}", f"--out_dir={tuned}", "--attn=elastic", "--max_iters=2", "--device=cpu")
+    train_here(
+        f"--init_from={base}",
+        f"--out_dir={tuned}",
+        "--attn=elastic",
+        "--max_iters=2",
+        "--device=cpu",
+    )
     assert "initial values: tau" in capsys.readouterr().out and loss(out_dir=tuned) != added
     assert meta(tuned)["ends"] == [7]
 
 
-@given(st.lists(st.sampled_from([*ATTENTIONS]), min_size=1, max_size=4, unique=True),
-       st.sampled_from([*mixers.DEFAULTS, "rope_base"]))
+@given(
+    st.lists(st.sampled_from([*ATTENTIONS]), min_size=1, max_size=4, unique=True),
+    st.sampled_from([*mixers.DEFAULTS, "rope_base"]),
+)
 def test_an_override_reaches_the_recipes_that_have_its_axis_or_constant_or_else_all(recipes, name):
     found = overrides_of(recipes, {"attn": ",".join(recipes), name: 3, "attn_args": "tau_init=0"})
     with_axis = [attn for attn in recipes if name in ATTENTIONS[attn]] or recipes
     with_constant = [attn for attn in recipes if ATTENTIONS[attn]["rule"] == "elastic"] or recipes
-    assert found == {attn: {"attn": attn} | ({name: 3} if attn in with_axis else {})
-                     | ({"attn_args": "tau_init=0"} if attn in with_constant else {}) for attn in recipes}
+    assert found == {
+        attn: {"attn": attn}
+        | ({name: 3} if attn in with_axis else {})
+        | ({"attn_args": "tau_init=0"} if attn in with_constant else {})
+        for attn in recipes
+    }
 
 
 def test_attention_is_changed_in_every_layer_and_an_error_restores_it():
@@ -65,14 +88,20 @@ def test_attention_is_changed_in_every_layer_and_an_error_restores_it():
     same(gpt(idx)[0], before)
 
 
-def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(copy, elastic_run, monkeypatch):
+def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(
+    copy, elastic_run, monkeypatch
+):
     asked, flags = [], meta(copy)["flags"]
     other, again = [*flags, "--seed=3"], [*flags, f"--init_from={elastic_run}"]
-    monkeypatch.setattr(subprocess, "run", lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(
+        subprocess,
+        "run",
+        lambda argv, **how: asked.append(argv[2:]) or SimpleNamespace(returncode=0),
+    )
     assert train_if_missing(copy, flags)["flags"] == flags and not asked
     train_if_missing(copy, other)
     files.write_json(copy / "meta.json", meta(copy) | {"flags": again})
-    for time in (2e9, 1e9):                     # newer than its base, then older
+    for time in (2e9, 1e9):  # newer than its base, then older
         os.utime(copy / "ckpt.pt", (time, time))
         train_if_missing(copy, again)
     assert asked == [other, again]
@@ -82,10 +111,13 @@ def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
     log, finished = (copy / "log.csv").read_text(), meta(copy)
     flags, report = [*finished["flags"], f"--out_dir={copy}"], finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
-    found = train_if_missing(copy, flags)       # which the second call finds trained
-    assert found["flags"] == [*flags, "--init_from=resume"] == trainings[0] and found["report"] == report
+    found = train_if_missing(copy, flags)  # which the second call finds trained
+    assert (
+        found["flags"] == [*flags, "--init_from=resume"] == trainings[0]
+        and found["report"] == report
+    )
     assert train_if_missing(copy, flags) == found and len(trainings) == 1
-    assert (copy / "log.csv").read_text() == log                        # no step was done again
+    assert (copy / "log.csv").read_text() == log  # no step was done again
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -108,7 +140,9 @@ def test_a_job_that_fails_stops_no_other(workers, capsys):
 
 def test_large_matrices_are_stored_in_the_data_type_of_the_products(elastic_run):
     """Otherwise autocast would convert them at every pass. The logits do not change."""
-    half, whole = (load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32"))
+    half, whole = (
+        load_run(elastic_run, "cpu", dtype=dtype)[0] for dtype in ("bfloat16", "float32")
+    )
     for name, p in half.named_parameters():
         assert (p.dtype == torch.bfloat16) == (p.dim() > 1 and ".h." in name)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -122,17 +156,30 @@ def test_runs_are_named_by_patterns_and_lists_and_each_once(elastic_run, tmp_pat
     assert runs_named(f"{tmp_path}/run-*") == runs_named(",".join([*both, both[0]])) == both
 
 
-@pytest.mark.parametrize("command", [
-    "probe --windows=2 --all", "probe --windows=2 --lengths=4,8,16", "heads --windows=2 --cost",
-    "maps --text=$fox$ --heads=0", "lengths --windows=2 --lengths=16,32", "params --windows=2",
-    "passkey --lengths=300 --trials=2"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "probe --windows=2 --all",
+        "probe --windows=2 --lengths=4,8,16",
+        "heads --windows=2 --cost",
+        "maps --text=$fox$ --heads=0",
+        "lengths --windows=2 --lengths=16,32",
+        "params --windows=2",
+        "passkey --lengths=300 --trials=2",
+    ],
+)
 def test_every_instrument_draws_one_run_or_several(
-        command, elastic_run, toy_run, data, tmp_path, capsys):
+    command, elastic_run, toy_run, data, tmp_path, capsys
+):
     for number, out_dir in enumerate((elastic_run, f"{elastic_run},{toy_run}")):
-        flags = [*command.split(), f"--out_dir={out_dir}", "--device=cpu",
-                 f"--png={tmp_path}/{number}"]
+        flags = [
+            *command.split(),
+            f"--out_dir={out_dir}",
+            "--device=cpu",
+            f"--png={tmp_path}/{number}",
+        ]
         if out_dir == elastic_run and command.startswith("heads"):
-            flags.append(f"--against={data}")   # which has no ids of the other run
+            flags.append(f"--against={data}")  # which has no ids of the other run
         eval_script.main(flags)
         assert (tmp_path / str(number)).read_bytes().startswith(b"\x89PNG")
         said = capsys.readouterr()

@@ -1,4 +1,5 @@
 """pretrained/interface.py: our recipes under models of transformers that are not converted."""
+
 import pytest
 import reference
 import torch
@@ -14,17 +15,30 @@ transformers = pytest.importorskip("transformers")
 from pretrained.interface import measures, recipes  # noqa: E402
 
 # importing transformers takes seconds: one worker does it for all tests here
-pytestmark = [pytest.mark.xdist_group("transformers"),
-              pytest.mark.filterwarnings("ignore:nano_.* begins with its initial values")]
+pytestmark = [
+    pytest.mark.xdist_group("transformers"),
+    pytest.mark.filterwarnings("ignore:nano_.* begins with its initial values"),
+]
 # another factor on scores; a window, biases of queries, keys and values
 KINDS = {"granite": {"attention_multiplier": 0.3}, "starcoder2": {"sliding_window": 7}}
 
 
 def small(kind, attn, **choices):
-    config = transformers.AutoConfig.for_model(kind, **{
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 50, "eos_token_id": 0, "bos_token_id": 0,
-        "pad_token_id": 0} | choices)
+    config = transformers.AutoConfig.for_model(
+        kind,
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 50,
+            "eos_token_id": 0,
+            "bos_token_id": 0,
+            "pad_token_id": 0,
+        }
+        | choices,
+    )
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
 
@@ -56,7 +70,10 @@ def test_caches_do_not_change_the_logits_and_the_probe_reads_the_weights(attn, m
     monkeypatch.setattr(Attention, "attend", lambda *inputs: seen.append(inputs) or attend(*inputs))
     logits = model(ids).logits
     layer, q, k, _, x, table = seen[0]
-    for cache in transformers.DynamicCache(), transformers.StaticCache(config=model.config, max_cache_len=30):
+    for cache in (
+        transformers.DynamicCache(),
+        transformers.StaticCache(config=model.config, max_cache_len=30),
+    ):
         steps = [model(part, past_key_values=cache).logits for part in ids.split([12, 1, 7], 1)]
         close(torch.cat(steps, 1), logits, terms=64)
     w = layer.weights_of(q, k, x, table)[..., int(layer.has_extra_key)]
@@ -89,12 +106,13 @@ def test_each_name_computes_its_own_recipe_with_its_own_parameters(names):
 def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(attn, tmp_path):
     def load(folder):
         return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=f"nano_{attn}", dtype=torch.bfloat16)
+            folder, attn_implementation=f"nano_{attn}", dtype=torch.bfloat16
+        )
 
     small("granite", "sdpa").save_pretrained(tmp_path / "base")
     model, start = load(tmp_path / "base"), small("granite", f"nano_{attn}").state_dict()
     learned = {name: p.data for name, p in model.named_parameters() if ".nano." in name}
-    if attn in ("elastic", "tra"):              # the others start at random values
+    if attn in ("elastic", "tra"):  # the others start at random values
         same(learned, {name: start[name] for name in learned})
     for p in learned.values():
         p.add_(0.1 * torch.randn_like(p))
@@ -106,7 +124,7 @@ def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(att
     late.set_attn_implementation(f"nano_{attn}")
     with pytest.warns(UserWarning, match=f"nano_{attn} begins with its initial values"):
         late(ids)
-    model.bfloat16()                            # the next call casts what it learns back
+    model.bfloat16()  # the next call casts what it learns back
     model(ids)
     assert {p.dtype for name, p in model.named_parameters() if ".nano." in name} == {torch.float32}
 
@@ -117,24 +135,35 @@ def test_a_model_that_ignores_a_recipe_is_refused_by_name(kind):
         small(kind.lower(), "nano_elastic")(token_ids())
     late = small(kind.lower(), None)
     late.set_attn_implementation("nano_elastic")
-    if late.config._attn_implementation == "nano_elastic":      # of the others, transformers says no
+    if late.config._attn_implementation == "nano_elastic":  # of the others, transformers says no
         with pytest.raises(ValueError, match=f"{kind}Model ignores nano_elastic"):
             late(token_ids())
     model = small("gpt2", "nano_elastic")
     model.set_attn_implementation("sdpa")
-    model(token_ids())                          # no longer asks for the recipe
+    model(token_ids())  # no longer asks for the recipe
 
 
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
 def test_gpt_oss_keeps_its_sinks_and_the_probe_reads_them(attn):
-    model, ids = small("gpt_oss", "eager", head_dim=8, num_local_experts=4, num_experts_per_tok=2,
-                       sliding_window=7, experts_implementation="eager").double(), token_ids()
+    model, ids = (
+        small(
+            "gpt_oss",
+            "eager",
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=7,
+            experts_implementation="eager",
+        ).double(),
+        token_ids(),
+    )
     for layer in model.model.layers:
         layer.self_attn.sinks.data.normal_()
         layer.self_attn.q_proj.weight.data.mul_(30)
     expected = model(ids, output_attentions=True)
     model.set_attn_implementation(f"nano_{attn}")
-    close(model(ids).logits, expected.logits, terms=64, dtype=torch.float32)        # its norms are in float32
+    # its norms are in float32
+    close(model(ids).logits, expected.logits, terms=64, dtype=torch.float32)
     for found, w in zip(measures(model, ids).values(), expected.attentions, strict=True):
         close(found["sink"], w[..., 0].mean((0, 2)), terms=64, dtype=torch.float32)
         close(found["extra"], 1 - w.sum(-1).mean((0, 2)), terms=64, dtype=torch.float32)

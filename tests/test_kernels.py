@@ -1,7 +1,10 @@
-"""kernels.py against tests/reference.py in float64, on the GPU or, without one, in Triton's interpreter.
+"""kernels.py against tests/reference.py in float64, on the GPU or, without one, in Triton's
+interpreter.
 
-The bounds follow from the error of plain PyTorch in the same dtype. --margins prints the errors closest to their bound.
+The bounds follow from the error of plain PyTorch in the same dtype. --margins prints the errors
+closest to their bound.
 """
+
 import itertools
 import math
 import subprocess
@@ -26,17 +29,21 @@ pytest.importorskip("triton")
 import attention  # noqa: E402
 import kernels  # noqa: E402
 
-# The interpreter computes with numpy. It warns about scores of future keys before they are masked, and about rows
-# beyond the input, which are never stored
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("poison")]
+# The interpreter computes with numpy. It warns about scores of future keys before they are masked,
+# and about rows beyond the input, which are never stored
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poison"),
+]
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 
 
-MEMORY = [0] * 22                               # starts and ends of documents, for 11 tokens; a list
+MEMORY = [0] * 22  # starts and ends of documents, for 11 tokens; a list
 
 
 def check_walk(tiles, size, pairs, seen, near, inputs, random):
-    """A walk visits each tile with a pair in `seen` once. A tile with a pair outside `near` is masked,
+    """A walk visits each tile with a pair in `seen` once. A tile with a pair outside `near` is
+    masked,
     and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and visit no
     others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain Python."""
     found, live, visits = {}, range(len(pairs)), None
@@ -54,94 +61,175 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
         return kernels.TABLE if any(i - j < inputs.W for i, j in part) else kernels.FULL
 
     kernels.walk.fn(None, step, None, tiles, visits, inputs, None, None, None, size)
-    assert found == {start: kind(part) for start, part in pairs.items()
-                     if start // size in live and not seen.isdisjoint(part)}
+    assert found == {
+        start: kind(part)
+        for start, part in pairs.items()
+        if start // size in live and not seen.isdisjoint(part)
+    }
 
 
 @mock.patch.object(kernels, "start_of", kernels.start_of.fn)
 @mock.patch.object(kernels, "place_of", kernels.place_of.fn)
-@mock.patch.object(kernels, "tl", SimpleNamespace(
-    minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), where=lambda c, a, b: a if c else b,
-    load=MEMORY.__getitem__, range=lambda a, b, step, **_: range(a, b, step)))
+@mock.patch.object(
+    kernels,
+    "tl",
+    SimpleNamespace(
+        minimum=min,
+        maximum=max,
+        cdiv=lambda a, b: -(-a // b),
+        where=lambda c, a, b: a if c else b,
+        load=MEMORY.__getitem__,
+        range=lambda a, b, step, **_: range(a, b, step),
+    ),
+)
 def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
     """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4, each
     with one document and with drawn ones. Rows beyond T change only their own results, so only the
     walk down a column masks them. The walk along a row masks the first keys of its document."""
     T, head, random = 11, SimpleNamespace(batch=0), Random(bounds.SEED)
     for window, first, W, BM, BN, sets, packed in itertools.product(
-            (None, *range(1, T)), range(T + 1), (0, 1, 2, 3, 6, 20), (2, 4), (2, 4), (None, True),
-            (False, True)):
+        (None, *range(1, T)),
+        range(T + 1),
+        (0, 1, 2, 3, 6, 20),
+        (2, 4),
+        (2, 4),
+        (None, True),
+        (False, True),
+    ):
         begins = [0, *random.sample(range(1, T), random.randrange(T))] if packed else [0]
         starts = [max(begin for begin in begins if begin <= i) for i in range(T)]
         MEMORY[:22] = starts + [min([n for n in begins if n > i], default=T) for i in range(T)]
-        inputs = SimpleNamespace(T=T, window=window, first=first, W=W, sets=sets, ends=T,
-                                 starts=0 if packed else None, table=W or None)
+        inputs = SimpleNamespace(
+            T=T,
+            window=window,
+            first=first,
+            W=W,
+            sets=sets,
+            ends=T,
+            starts=0 if packed else None,
+            table=W or None,
+        )
         c = SimpleNamespace(BM=BM, BN=BN)
         past = [(i, j) for i in range(T + 3) for j in range(starts[min(i, T - 1)], i + 1)]
         near = {(i, j) for i, j in past if not window or i - j < window}
         seen = {(i, j) for i, j in past if i < T and ((i, j) in near or j - starts[i] < first)}
-        assert seen == {(i, j) for i, j in itertools.product(range(T), range(T))
-                        if kernels.visible_in_tile.fn(i, j, inputs, head)}
-        tiles = {(i, j): [*itertools.product(range(i, i + BM), range(j, j + BN))]
-                 for i in range(0, T, BM) for j in range(0, T, BN)}
+        assert seen == {
+            (i, j)
+            for i, j in itertools.product(range(T), range(T))
+            if kernels.visible_in_tile.fn(i, j, inputs, head)
+        }
+        tiles = {
+            (i, j): [*itertools.product(range(i, i + BM), range(j, j + BN))]
+            for i in range(0, T, BM)
+            for j in range(0, T, BN)
+        }
         for i in range(0, T, BM):
             ahead = range(starts[i], starts[i] + first) if window else ()
-            check_walk(kernels.key_tiles.fn(i, inputs, head, c), BN,
-                       {j: tiles[i, j] for j in range(0, T, BN)}, seen,
-                       {(n, j) for n, j in near if j not in ahead}, inputs, random)
+            check_walk(
+                kernels.key_tiles.fn(i, inputs, head, c),
+                BN,
+                {j: tiles[i, j] for j in range(0, T, BN)},
+                seen,
+                {(n, j) for n, j in near if j not in ahead},
+                inputs,
+                random,
+            )
         near = {(i, j) for i, j in near if i < T}
         for j in range(0, T, BN):
-            check_walk(kernels.row_tiles.fn(j, inputs, head, c), BM,
-                       {i: tiles[i, j] for i in range(0, T, BM)}, seen, near, inputs, random)
-        call = SimpleNamespace(table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0,
-                               first=first)
+            check_walk(
+                kernels.row_tiles.fn(j, inputs, head, c),
+                BM,
+                {i: tiles[i, j] for i in range(0, T, BM)},
+                seen,
+                near,
+                inputs,
+                random,
+            )
+        call = SimpleNamespace(
+            table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first
+        )
         apart = max((i // BM - j // BM for i, j in seen if i - j < W), default=0)
         assert kernels.diagonals_in_sight(call, BM) > apart
 
 
-def draw(rule, T, D=16, E=None, B=1, H=2, Hk=None, Hv=None, dtype=torch.float32, W=0, tail=False, slope=False,
-         strided=False, seed=0, mix=None, t=None, scores=None, **options):
-    """Random inputs of attend(), by name, and its options. t, mix: the shape of the row input, and of the second view's
-    factor. scores: see `shaped`."""
+def draw(
+    rule,
+    T,
+    D=16,
+    E=None,
+    B=1,
+    H=2,
+    Hk=None,
+    Hv=None,
+    dtype=torch.float32,
+    W=0,
+    tail=False,
+    slope=False,
+    strided=False,
+    seed=0,
+    mix=None,
+    t=None,
+    scores=None,
+    **options,
+):
+    """Random inputs of attend(), by name, and its options. t, mix: the shape of the row input, and
+    of the second view's factor. scores: see `shaped`."""
     g = dice(seed)
 
     def normal(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=g).to(DEVICE, dtype)
 
-    def heads(count, width):                                          # strided: the layout of a fused projection
+    def heads(count, width):  # strided: the layout of a fused projection
         if not strided:
             return normal(B, count, T, width, dtype=dtype)
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
 
     E, Hv, options = E or D, Hv or (H if mix is None else H // 2), {"scale": D**-0.5} | options
-    n = reference.visible(reference.distances(T, T, DEVICE), options.get("window", 0), options.get("first", 0)).sum(-1)
+    n = reference.visible(
+        reference.distances(T, T, DEVICE), options.get("window", 0), options.get("first", 0)
+    ).sum(-1)
     x = dict(zip("qk", shaped(scores, heads(H, D), heads(Hk or H, D)), strict=True))
     # strided: the stride of the last axis of v is not 1 either
     x |= {"v": normal(B, Hv, E, T, dtype=dtype).mT if strided else heads(Hv, E)}
     x |= {"table": normal(H, W)} if W else {}
     x |= {"tail": normal(H)} if tail else {}
     x |= {"slope": 0.1 * normal(H)} if slope else {}
-    if rule == "elastic":                                             # tau_h / n_i: about half of the weights survive
+    if rule == "elastic":  # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / n
     if rule in ("sigmoid", "tra"):
         x["t"] = 0.5 * normal(*t or (H, 1))
     if rule == "entmax" and t:
         x["t"] = 1.2 + 3 * torch.rand(t, generator=g).to(DEVICE)
-    if rule == "lssar":                                               # the mean of softplus, as a layer computes it
-        more = {name: options[name] for name in ("scale", "window", "first", "sets") if name in options}
+    if rule == "lssar":  # the mean of softplus, as a layer computes it
+        more = {
+            name: options[name] for name in ("scale", "window", "first", "sets") if name in options
+        }
         x["t"] = kernels.attend("softplus", **x, **more, row_sum=True)[1] * (n > 3) / n
     return x | ({} if mix is None else {"mix": 0.5 + 0.3 * normal(*mix)}), options
 
 
 def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
-    """All outputs and gradients of attend(), by name. The random upstream gradients are the same in each call."""
-    leaves = {name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()}
-    outputs = [part for part in attend(rule, **leaves, **options) if part is not None and part.requires_grad]
+    """All outputs and gradients of attend(), by name. The random upstream gradients are the same in
+    each call."""
+    leaves = {
+        name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()
+    }
+    outputs = [
+        part
+        for part in attend(rule, **leaves, **options)
+        if part is not None and part.requires_grad
+    ]
     g = dice(7)
     upstream = upstream or [torch.randn(out.shape, generator=g).to(DEVICE) for out in outputs]
-    torch.autograd.backward(outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)])
-    assert all(part.grad.shape == part.shape and part.grad.dtype == part.dtype for part in leaves.values())
-    return dict(zip("or", outputs, strict=False)) | {"d" + name: part.grad for name, part in leaves.items()}
+    torch.autograd.backward(
+        outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)]
+    )
+    assert all(
+        part.grad.shape == part.shape and part.grad.dtype == part.dtype for part in leaves.values()
+    )
+    return dict(zip("or", outputs, strict=False)) | {
+        "d" + name: part.grad for name, part in leaves.items()
+    }
 
 
 def rms(x):
@@ -149,32 +237,49 @@ def rms(x):
 
 
 def dense_gradients(rule, x, options, upstream, dtype=None, more=0.0):
-    """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded to all rows. more:
-    another term of the scores."""
+    """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded
+    to all rows. more: another term of the scores."""
     B, H, T, _ = x["q"].shape
     few = {name: x[name] for name in ("t", "mix") if name in x}
     spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}
     spread["more"] = torch.zeros(H, T, T, device=DEVICE) + more
-    grads = outputs_and_gradients(reference.attend_by_rule, rule, x | spread, options, upstream, dtype)
-    terms = {"ds": grads.pop("dmore").double()} | {"d" + name: grads["d" + name].double() for name in few}
-    return grads | {"d" + name: grads["d" + name].sum_to_size(part.shape) for name, part in few.items()}, terms
+    grads = outputs_and_gradients(
+        reference.attend_by_rule, rule, x | spread, options, upstream, dtype
+    )
+    terms = {"ds": grads.pop("dmore").double()} | {
+        "d" + name: grads["d" + name].double() for name in few
+    }
+    return grads | {
+        "d" + name: grads["d" + name].sum_to_size(part.shape) for name, part in few.items()
+    }, terms
 
 
 def roots_of_squares(terms, x):
-    """(sum of squares)^1/2 of the gradient's terms, for each input that serves many rows or scores. Their sum would be
-    this large if signs were random. Where the terms cancel, rounding errors still have this size."""
+    """(sum of squares)^1/2 of the gradient's terms, for each input that serves many rows or scores.
+    Their sum would be this large if signs were random. Where the terms cancel, rounding errors
+    still have this size."""
     ds, T, W = terms["ds"].tril(), x["q"].shape[2], x["table"].shape[1] if "table" in x else 0
     distance = torch.arange(T, device=DEVICE)[:, None] - torch.arange(T, device=DEVICE)
-    squares = {"d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape) for name in ("t", "mix") if name in x}
-    squares |= {"dtail": (ds * (distance >= W)).pow(2).sum((1, 2)), "dslope": (ds * distance).pow(2).sum((1, 2))}
+    squares = {
+        "d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape)
+        for name in ("t", "mix")
+        if name in x
+    }
+    squares |= {
+        "dtail": (ds * (distance >= W)).pow(2).sum((1, 2)),
+        "dslope": (ds * distance).pow(2).sum((1, 2)),
+    }
     if W:
-        squares["dtable"] = torch.stack([ds.diagonal(-d, 1, 2).pow(2).sum(-1) for d in range(min(W, T))])
+        squares["dtable"] = torch.stack(
+            [ds.diagonal(-d, 1, 2).pow(2).sum(-1) for d in range(min(W, T))]
+        )
     return {name: square.mean().sqrt().item() for name, square in squares.items()}
 
 
 def compare(rule, x, options):
-    """Check outputs and gradients: RMS(kernel - float64) <= 8 RMS(eager in the same dtype - float64) + rounding errors.
-    The 8 is chosen: among thousands of drawn calls, eager is lucky in some."""
+    """Check outputs and gradients: RMS(kernel - float64) <= 8 RMS(eager in the same dtype -
+    float64) + rounding errors. The 8 is chosen: among thousands of drawn calls, eager is lucky in
+    some."""
     torch.manual_seed(bounds.SEED)
     (B, H, T, D), dtype = x["q"].shape, x["q"].dtype
     o = (B, H // 2 if "mix" in x else H, *x["v"].shape[2:])
@@ -183,118 +288,175 @@ def compare(rule, x, options):
     eager, eager_terms = dense_gradients(rule, x, options, upstream)
     exact, terms = dense_gradients(rule, x, options, upstream, torch.float64)
     assert kernel.keys() == eager.keys() == exact.keys()
-    # the eager error of a sum of many terms may be small by luck, so the errors of its terms are added to the bound
+    # the eager error of a sum of many terms may be small by luck, so the errors of its terms are
+    # added to the bound
     sums = roots_of_squares(terms, x)
     lost = roots_of_squares({name: eager_terms[name] - term for name, term in terms.items()}, x)
     by_design = errors_by_design(rule, x, options, upstream, eager, exact)
-    alone = T == 1 or options.get("window") == 1                      # a single weight is always 1: its gradient is 0
+    alone = T == 1 or options.get("window") == 1  # a single weight is always 1: its gradient is 0
     for name, true in exact.items():
-        # one rounding to the dtype, and a float32 sum over the width. dt and dmix come from an o or g rounded to the
-        # dtype. lssar's weights are exponentials of a difference of logarithms, which are as large as r
+        # one rounding to the dtype, and a float32 sum over the width. dt and dmix come from an o or
+        # g rounded to the dtype. lssar's weights are exponentials of a difference of logarithms,
+        # which are as large as r
         rounded = dtype if name in ("dt", "dmix") else kernel[name].dtype
         length = D**0.5 + (rms(exact["r"]) if rule == "lssar" else 0)
         floor = torch.finfo(rounded).eps + torch.finfo(torch.float32).eps * length
         size = rms(true)
-        if alone or size == 0:                                        # g and delta, sums over E, cancel
-            size = max(size, x["v"].shape[3]**0.5)
+        if alone or size == 0:  # g and delta, sums over E, cancel
+            size = max(size, x["v"].shape[3] ** 0.5)
         bound = 8 * (rms(eager[name] - true) + lost.get(name, 0) + by_design[name])
         bound += 2 * floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)
-        note(error / bound if bound else 0.0 if error == 0 else math.inf,
-             f"{name} {tuple(true.shape)} of the kernel {rule} ({dtype}): its error {error:.3g}")
+        note(
+            error / bound if bound else 0.0 if error == 0 else math.inf,
+            f"{name} {tuple(true.shape)} of the kernel {rule} ({dtype}): its error {error:.3g}",
+        )
 
 
 def errors_by_design(rule, x, options, upstream, eager, exact):
-    """RMS errors, by name, that no kernel of this design can avoid. Some are found as a change of the exact inputs."""
+    """RMS errors, by name, that no kernel of this design can avoid. Some are found as a change of
+    the exact inputs."""
     (B, H, T, _), eps, up = x["q"].shape, torch.finfo(torch.float32).eps, list(upstream)
     nudged, do = {name: part.double() for name, part in x.items()}, up[0].double()
     eye, lost, means = torch.eye(T, device=DEVICE).expand(B, 1, T, T), dict.fromkeys(exact, 0.0), []
 
-    # delta is a mean of g, computed as do times a sum of rounded weights: do . o - dr, or do . U for entmax. For lssar
-    # an extra pass sums it. Since g is rounded too, the two cancel up to eps
+    # delta is a mean of g, computed as do times a sum of rounded weights: do . o - dr, or do . U
+    # for entmax. For lssar an extra pass sums it. Since g is rounded too, the two cancel up to eps
     mean, lost_mean = exact["o"], 0 if rule == "lssar" else eager["o"] - exact["o"]
     if entmax := rule in ("entmax", "sparsemax"):
-        power = options.get("power") or (nudged["t"][..., None] if "t" in x else reference.POWERS.get(rule, 1.0))
+        power = options.get("power") or (
+            nudged["t"][..., None] if "t" in x else reference.POWERS.get(rule, 1.0)
+        )
         v = nudged["v"].repeat_interleave(H // x["v"].shape[1], 1)
         for form in (x, nudged):
-            w, _ = reference.attend_by_rule(rule, **form | {"v": eye.to(form["v"].dtype)}, **options)
+            w, _ = reference.attend_by_rule(
+                rule, **form | {"v": eye.to(form["v"].dtype)}, **options
+            )
             u = (w > 0) * w.double() ** (1 - 1 / power)
             means.append((u @ v / u.sum(-1, keepdim=True).clamp(min=1e-30)).to(w.dtype).double())
         mean, lost_mean = means[1], means[0] - means[1]
     lost_delta = (do * lost_mean).sum(-1).abs() + eps * (do * mean).abs().sum(-1)
     scored = {name: part for name, part in nudged.items() if name not in ("t", "mix")} | {"v": eye}
-    sizes, _ = reference.attend_by_rule("identity", **{name: part.abs() for name, part in scored.items()}, **options)
+    sizes, _ = reference.attend_by_rule(
+        "identity", **{name: part.abs() for name, part in scored.items()}, **options
+    )
     if entmax:
-        through, _ = dense_gradients("identity", scored, options, [u * lost_delta[..., None]], torch.float64)
+        through, _ = dense_gradients(
+            "identity", scored, options, [u * lost_delta[..., None]], torch.float64
+        )
         lost |= {name: rms(part) for name, part in through.items() if name not in ("o", "dv")}
-        # r is as large as the scores. o is divided by the sum of weights that its rounding changes; dv is not
+        # r is as large as the scores. o is divided by the sum of weights that its rounding changes;
+        # dv is not
         lost_w = eps * u * sizes.amax(-1, keepdim=True)
         lost["dv"] = rms((lost_w.mT @ do).unflatten(1, (x["v"].shape[1], -1)).sum(2))
     if entmax and "t" in x:
-        # dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): the weights sum to 1, and log x_ij = log w_ij / t_i
+        # dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1): the weights sum to 1, and log x_ij =
+        # log w_ij / t_i
         off = lost_delta * (math.log(T) / x["t"].min() + 1)
         lost["dt"] = off.square().sum_to_size(x["t"].shape).mean().sqrt().item()
     if "r" in exact and not options.get("row_sum"):
-        # the backward pass computes a weight again, from r of the forward pass. So it is off by the error of r, and so
-        # are delta and g, which cancel if one weight dominates. softpick's weight is the difference of e^(s - r) and
-        # e^-r. lssar's x is a difference that keeps the error of t
+        # the backward pass computes a weight again, from r of the forward pass. So it is off by the
+        # error of r, and so are delta and g, which cancel if one weight dominates. softpick's
+        # weight is the difference of e^(s - r) and e^-r. lssar's x is a difference that keeps the
+        # error of t
         lost_r = eps * exact["r"].abs() + (eager["r"] - exact["r"]).abs()
         if rule == "lssar":
             nudged["t"] = nudged["t"] * (1 + eps)
             lost_r += (reference.attend_by_rule(rule, **nudged, **options)[1] - exact["r"]).abs()
         lost_r = (lost_r * (1 + (-exact["r"]).exp() if rule == "softpick" else 1)).clamp(max=1)
-        up = [up[0] * (1 + lost_r[..., None]), up[1] * (1 + lost_r) + lost_r * (do * mean).abs().sum(-1) + lost_delta]
-    # scores are rounded: equal ones alike, others at random, and eager may be lucky. Each is off by 0 or 4 eps
+        up = [
+            up[0] * (1 + lost_r[..., None]),
+            up[1] * (1 + lost_r) + lost_r * (do * mean).abs().sum(-1) + lost_delta,
+        ]
+    # scores are rounded: equal ones alike, others at random, and eager may be lucky. Each is off by
+    # 0 or 4 eps
     coins = torch.randint(2, sizes.shape, generator=dice(8)).to(DEVICE)
     moved, _ = dense_gradients(rule, nudged, options, up, torch.float64, 4 * eps * coins * sizes)
     return {name: lost[name] + rms(moved[name] - true) for name, true in exact.items()}
 
 
 EVERYTHING = dict(W=21, tail=True, slope=True)
-RULES = [name for name, kernel in kernels.KERNELS.items() if not kernel.plain_sum and name != "alphamax"]
+RULES = [
+    name for name, kernel in kernels.KERNELS.items() if not kernel.plain_sum and name != "alphamax"
+]
 BOTH = st.sampled_from((True, False))
 # one call of attend(); the simplest case, which is drawn first, has everything at once
-CALLS = st.fixed_dictionaries({
-    "T": st.sampled_from((45, 1, 15, 16, 17, 31, 32, 33, 48, 64, 65)), "D": st.sampled_from((16, 8, 24, 40, 72)),
-    "E": st.sampled_from((24, 16, 8, 40, 80)), "dtype": st.sampled_from(DTYPES), "heads": st.sampled_from(
-        ((1, 2, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1))), "W": st.sampled_from((21, 0, 1, 37, 200)), "tail": BOTH,
-    "slope": BOTH, "window": st.sampled_from((17, 0, 1, 30)), "first": st.sampled_from((3, 0, 20)), "strided": BOTH,
-    "scores": SCORES,
-    "tiles": st.tuples(*[st.sampled_from(((32, 16), (16, 32), (32, 32), (16, 16)))] * 4,
-                       st.sampled_from(((32, 32), (16, 16))))})
+CALLS = st.fixed_dictionaries(
+    {
+        "T": st.sampled_from((45, 1, 15, 16, 17, 31, 32, 33, 48, 64, 65)),
+        "D": st.sampled_from((16, 8, 24, 40, 72)),
+        "E": st.sampled_from((24, 16, 8, 40, 80)),
+        "dtype": st.sampled_from(DTYPES),
+        "heads": st.sampled_from(((1, 2, 1, 1), (2, 2, 2, 2), (1, 4, 2, 1))),
+        "W": st.sampled_from((21, 0, 1, 37, 200)),
+        "tail": BOTH,
+        "slope": BOTH,
+        "window": st.sampled_from((17, 0, 1, 30)),
+        "first": st.sampled_from((3, 0, 20)),
+        "strided": BOTH,
+        "scores": SCORES,
+        "tiles": st.tuples(
+            *[st.sampled_from(((32, 16), (16, 32), (32, 32), (16, 16)))] * 4,
+            st.sampled_from(((32, 32), (16, 16))),
+        ),
+    }
+)
 
 
 def check(rule, call, draws):
-    """The kernels of one call. t and mix broadcast, the power is a constant or a row input, tokens share sets."""
+    """The kernels of one call. t and mix broadcast, the power is a constant or a row input, tokens
+    share sets."""
     about, call = kernels.KERNELS[rule], dict(call)
     B, H, call["Hk"], call["Hv"] = call.pop("heads")
     T, rows = call["T"], (None, (), (1,), (call["T"],), (H, 1), (B, H, call["T"]))
     call |= {"B": B, "H": H, "t": call.get("t") or draws.draw(st.sampled_from(rows), "t")}
-    call["power"] = draws.draw(st.sampled_from((None, 1.0, 1.5, 3.0)), "power") if about.takes_power and not (
-        rule == "entmax" and call["t"]) else None
+    call["power"] = (
+        draws.draw(st.sampled_from((None, 1.0, 1.5, 3.0)), "power")
+        if about.takes_power and not (rule == "entmax" and call["t"])
+        else None
+    )
     if about.settle is None and draws.draw(st.booleans(), "two views"):
-        call |= {"mix": draws.draw(st.sampled_from(((1,), (), (H // 2, 1), (B, H // 2, T))), "mix"), "Hv": 1}
+        call |= {
+            "mix": draws.draw(st.sampled_from(((1,), (), (H // 2, 1), (B, H // 2, T))), "mix"),
+            "Hv": 1,
+        }
     elif about.settle is None:
         call["row_sum"] = draws.draw(BOTH, "row sum")
-    if draws.draw(st.booleans(), "sets"):       # bits: one or two for each token, none for tokens 0, 5, ..
+    # bits: one or two for each token, none for tokens 0, 5, ..
+    if draws.draw(st.booleans(), "sets"):
         sets = (2 ** torch.randint(8, (2, B, T), generator=dice(3))).sum(0)
         call["sets"] = (sets * (torch.arange(T) % 5 > 0)).to(DEVICE)
     with mock.patch.object(kernels, "SMALL", tuple((*tile, 4, 1) for tile in call.pop("tiles"))):
         x, options = draw(rule, **call)
-        if rule == "elastic":                   # the kernels' derivative begins 2^-18 beyond the threshold
+        if rule == "elastic":  # the kernels' derivative begins 2^-18 beyond the threshold
             eye = torch.eye(T, dtype=torch.float64, device=DEVICE).expand(B, 1, T, T)
-            p, _ = reference.attend_by_rule("softmax", **{name: part.double() for name, part in x.items()} | {
-                "t": None, "v": eye}, **options)
-            assume(((p / x["t"][..., None] - 1).abs() > 2 ** -17).all())
+            p, _ = reference.attend_by_rule(
+                "softmax",
+                **{name: part.double() for name, part in x.items()} | {"t": None, "v": eye},
+                **options,
+            )
+            assume(((p / x["t"][..., None] - 1).abs() > 2**-17).all())
         compare(rule, x, options)
 
 
-@pytest.mark.parametrize("rule, changes", [
-    *((rule, {}) for rule in RULES), ("softpick", {"scores": "far below 0"}), ("entmax", {"t": (1,)}),
-    ("lssar", {"scores": "equal", "W": 0, "tail": False, "slope": False, "dtype": torch.float32})], ids=str)
+@pytest.mark.parametrize(
+    "rule, changes",
+    [
+        *((rule, {}) for rule in RULES),
+        ("softpick", {"scores": "far below 0"}),
+        ("entmax", {"t": (1,)}),
+        (
+            "lssar",
+            {"scores": "equal", "W": 0, "tail": False, "slope": False, "dtype": torch.float32},
+        ),
+    ],
+    ids=str,
+)
 @given(CALLS, st.data())
 @settings(max_examples=examples(1))
-def test_the_kernels_of_each_rule_equal_the_reference_in_outputs_and_all_gradients(rule, changes, call, draws):
+def test_the_kernels_of_each_rule_equal_the_reference_in_outputs_and_all_gradients(
+    rule, changes, call, draws
+):
     check(rule, call | changes, draws)
 
 
@@ -307,32 +469,45 @@ def test_kernels_equal_the_reference_in_outputs_and_all_gradients(rule, call, dr
 
 
 def clusters(T, views):
-    """Clustered queries and keys: tokens have high scores only within stretches of 60, so whole tiles of weights are 0.
-    The second view has other such tiles."""
+    """Clustered queries and keys: tokens have high scores only within stretches of 60, so whole
+    tiles of weights are 0. The second view has other such tiles."""
     centre = F.pad(8 * (torch.eye(4) - 1 / 4), (0, 12))[torch.arange(T) // 60 % 4]
     q, k = (centre + 0.4 * torch.randn(1, 1, T, 16, generator=dice(stream)) for stream in (2, 3))
-    return {"q": torch.cat([q, q.roll(60, 2)][:views], 1).to(DEVICE), "k": torch.cat([k, k][:views], 1).to(DEVICE)}
+    return {
+        "q": torch.cat([q, q.roll(60, 2)][:views], 1).to(DEVICE),
+        "k": torch.cat([k, k][:views], 1).to(DEVICE),
+    }
 
 
 BUSY = dict(window=120, first=5, **EVERYTHING)
 
 
-@pytest.mark.parametrize("rule, options", [
-    by_default((rule, options) == ("tra", {"H": 1, "T": 150} | BUSY), rule, options)
-    for rule in RULES if kernels.KERNELS[rule].skip for options in (
-        {"H": 1, "T": 150} | BUSY, {"T": 230, "mix": (1, 1)})
-    if rule in ("tra", "relu") or "mix" not in options], ids=str)
+@pytest.mark.parametrize(
+    "rule, options",
+    [
+        by_default((rule, options) == ("tra", {"H": 1, "T": 150} | BUSY), rule, options)
+        for rule in RULES
+        if kernels.KERNELS[rule].skip
+        for options in ({"H": 1, "T": 150} | BUSY, {"T": 230, "mix": (1, 1)})
+        if rule in ("tra", "relu") or "mix" not in options
+    ],
+    ids=str,
+)
 def test_skipping_dead_tiles_changes_nothing(rule, options):
-    """Results equal those of kernels that visit every tile and are close to float64. A weight of 0 may have a gradient.
-    With two views, a tile is visited if either view has a weight in it. In many tiles neither view has."""
+    """Results equal those of kernels that visit every tile and are close to float64. A weight of 0
+    may have a gradient. With two views, a tile is visited if either view has a weight in it. In
+    many tiles neither view has."""
     x, more = draw(rule, **options)
     x |= clusters(options["T"], x["q"].shape[1])
     x |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
-    x |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}      # no bias lifts scores above thresholds
+    # no bias lifts scores above thresholds
+    x |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
     with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
-        with_skip, without = (outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
-                              for skip in (True, False))
-    if kernels.INTERPRETED:                     # tiles are 32 x 16; those on a GPU are too large for these clusters
+        with_skip, without = (
+            outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
+            for skip in (True, False)
+        )
+    if kernels.INTERPRETED:  # tiles are 32 x 16; those on a GPU are too large for these clusters
         T, alive = options["T"], visits.call_args_list[0].args[0].float()
         past = torch.arange(0, T, 16) <= torch.arange(0, T, 32)[:, None] + 31
         assert 0.1 < alive.sum() / past.sum() < 0.9
@@ -349,45 +524,73 @@ def test_without_gradients_and_in_a_second_run_the_output_is_the_same_bit_for_bi
 
 
 def test_heads_may_lie_far_apart_in_memory_but_a_head_must_fit_32_bit_offsets():
-    """Batches of q and v, and heads of k, are 2^31 elements apart. Only a few pages of the buffer are ever touched."""
-    torch.use_deterministic_algorithms(False)                         # NaN would fill the whole buffer
+    """Batches of q and v, and heads of k, are 2^31 elements apart. Only a few pages of the buffer
+    are ever touched."""
+    torch.use_deterministic_algorithms(False)  # NaN would fill the whole buffer
     x, options = draw("softmax", T=33, B=2, dtype=torch.float16)
     far, step = 2**31 + 8 * 64, 64 * 64
     buffer = torch.empty(far + 8 * step, dtype=torch.float16, device=DEVICE)
-    spread = {name: buffer.as_strided(x[name].shape, (*strides, 16, 1), 2 * n * step).copy_(x[name])
-              for n, (name, strides) in enumerate({"q": (far, step), "k": (step, far), "v": (far, step)}.items())}
+    spread = {
+        name: buffer.as_strided(x[name].shape, (*strides, 16, 1), 2 * n * step).copy_(x[name])
+        for n, (name, strides) in enumerate(
+            {"q": (far, step), "k": (step, far), "v": (far, step)}.items()
+        )
+    }
     same(*(outputs_and_gradients(kernels.attend, "softmax", form, options) for form in (spread, x)))
     with pytest.raises(ValueError, match="2\\^31"):
-        kernels.attend("softmax", x["q"], buffer.as_strided((2, 2, 33, 16), (0, 0, 2**26, 1)), x["v"])
+        kernels.attend(
+            "softmax", x["q"], buffer.as_strided((2, 2, 33, 16), (0, 0, 2**26, 1)), x["v"]
+        )
 
 
 zeros = partial(torch.zeros, device=DEVICE)
 
 
-@pytest.mark.parametrize("message, rule, changes", [
-    ("choose one of", "softmox", {}), ("leave out row_sum", "softmax", {"row_sum": True}),
-    ("takes no power 2", "softmax", {"power": 2}), ("takes no power 0.5", "tra", {"power": 0.5}),
-    ("leave out t", "softmax", {"t": zeros(8)}),
-    ("without a row statistic", "softmax", {"mix": zeros(())}),
-    ("must agree", "softmax", {"q": zeros(2, 8, 16)}),
-    ("must agree", "softmax", {"k": zeros(1, 3, 8, 16)}), ("must agree", "relu", {"mix": zeros(())}),
-    ("heads of q", "softmax", {"table": zeros(3, 4)}), ("must be positive", "softmax", {"scale": 0.0}),
-    ("width 256 at most", "softmax", {"v": zeros(1, 2, 8, 257)}),
-    ("width 128 at most", "relu", {"mix": zeros(()), "v": zeros(1, 1, 8, 129)}),
-    ("share one of float32", "softmax", {"v": zeros(1, 2, 8, 16, dtype=torch.float16)}),
-    (r"sets must be \(B, T\) int64", "softmax", {"sets": zeros(1, 9, dtype=torch.int64)}),
-    *([] if DEVICE == "cuda" else [("interpreter computes bfloat16 wrongly", "softmax", dict.fromkeys(
-        "qkv", zeros(1, 2, 8, 16, dtype=torch.bfloat16)))])],
-    ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "message, rule, changes",
+    [
+        ("choose one of", "softmox", {}),
+        ("leave out row_sum", "softmax", {"row_sum": True}),
+        ("takes no power 2", "softmax", {"power": 2}),
+        ("takes no power 0.5", "tra", {"power": 0.5}),
+        ("leave out t", "softmax", {"t": zeros(8)}),
+        ("without a row statistic", "softmax", {"mix": zeros(())}),
+        ("must agree", "softmax", {"q": zeros(2, 8, 16)}),
+        ("must agree", "softmax", {"k": zeros(1, 3, 8, 16)}),
+        ("must agree", "relu", {"mix": zeros(())}),
+        ("heads of q", "softmax", {"table": zeros(3, 4)}),
+        ("must be positive", "softmax", {"scale": 0.0}),
+        ("width 256 at most", "softmax", {"v": zeros(1, 2, 8, 257)}),
+        ("width 128 at most", "relu", {"mix": zeros(()), "v": zeros(1, 1, 8, 129)}),
+        ("share one of float32", "softmax", {"v": zeros(1, 2, 8, 16, dtype=torch.float16)}),
+        (r"sets must be \(B, T\) int64", "softmax", {"sets": zeros(1, 9, dtype=torch.int64)}),
+        *(
+            []
+            if DEVICE == "cuda"
+            else [
+                (
+                    "interpreter computes bfloat16 wrongly",
+                    "softmax",
+                    dict.fromkeys("qkv", zeros(1, 2, 8, 16, dtype=torch.bfloat16)),
+                )
+            ]
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_invalid_inputs_are_refused(message, rule, changes):
     with pytest.raises(ValueError, match=message):
         kernels.attend(rule, **draw("softmax", T=8)[0] | changes)
 
 
-KINDS = {                                       # scores of the keys (T,), the same in every row
-    "below -100": lambda T: -100 - torch.rand(T), "nearly uniform": lambda T: 1e-3 * torch.randn(T),
-    "ties": lambda T: torch.randint(0, 3, (T,)).float(), "10^4": lambda T: 1e4 * torch.randn(T),
-    "10^4 either way": lambda T: 1e4 * torch.randn(T).sign(), "0": lambda T: torch.zeros(T)}
+KINDS = {  # scores of the keys (T,), the same in every row
+    "below -100": lambda T: -100 - torch.rand(T),
+    "nearly uniform": lambda T: 1e-3 * torch.randn(T),
+    "ties": lambda T: torch.randint(0, 3, (T,)).float(),
+    "10^4": lambda T: 1e4 * torch.randn(T),
+    "10^4 either way": lambda T: 1e4 * torch.randn(T).sign(),
+    "0": lambda T: torch.zeros(T),
+}
 
 
 def with_scores(s, **more):
@@ -397,31 +600,60 @@ def with_scores(s, **more):
     return dict(q=torch.eye(16, device=DEVICE)[0].expand_as(q), k=k, v=v, **more)
 
 
-@pytest.mark.parametrize("rule, kind", [by_default(
-    kind in ("below -100", "10^4 either way") or (rule, kind) == ("softpick", "0"), rule, kind)
-    for rule in RULES for kind in KINDS])
+@pytest.mark.parametrize(
+    "rule, kind",
+    [
+        by_default(
+            kind in ("below -100", "10^4 either way") or (rule, kind) == ("softpick", "0"),
+            rule,
+            kind,
+        )
+        for rule in RULES
+        for kind in KINDS
+    ],
+)
 def test_extreme_scores_give_finite_outputs_and_gradients_close_to_float64(rule, kind):
-    """Rules that cut off low scores give 0 if all scores are very negative. lssar's (10^4)^15 would overflow."""
+    """Rules that cut off low scores give 0 if all scores are very negative. lssar's (10^4)^15 would
+    overflow."""
     t = {"t": torch.full((), 0.02, device=DEVICE)} if kernels.KERNELS[rule].takes_t else {}
     x = with_scores(KINDS[kind](20), **t)
     found = outputs_and_gradients(kernels.attend, rule, x, {})
     assert all(part.isfinite().all() for part in found.values())
     o, _ = reference.attend_by_rule(rule, **{name: part.double() for name, part in x.items()})
-    below(rms(found["o"] - o), 4e-3 * rms(o) + 1e-12)                   # scores of 10^4 are themselves rounded to 5e-4
+    # scores of 10^4 are themselves rounded to 5e-4
+    below(rms(found["o"] - o), 4e-3 * rms(o) + 1e-12)
     if kind == "below -100" and rule in ("lssar", "softpick", "relu", "tra"):
         assert not any(part.any() for name, part in found.items() if name not in ("r", "dq", "dk"))
 
 
-@pytest.mark.parametrize("rule, power", [by_default(power == 2, rule, power) for rule, power in (
-    ("entmax", 20), ("entmax", 5), ("entmax", 2), ("entmax", 1.25), ("sparsemax", 1))])
+@pytest.mark.parametrize(
+    "rule, power",
+    [
+        by_default(power == 2, rule, power)
+        for rule, power in (
+            ("entmax", 20),
+            ("entmax", 5),
+            ("entmax", 2),
+            ("entmax", 1.25),
+            ("sparsemax", 1),
+        )
+    ],
+)
 def test_long_rows_of_entmax_sum_to_one(monkeypatch, rule, power):
     """Values of 1 give outputs of 1, and r solves its equation to float32 precision. In PyTorch,
     the weights sum to 1, equal scores have equal weights, and a uniform row has no zeros."""
-    monkeypatch.setattr(kernels, "SMALL", ((512, 512, 8, 1),) * 5)      # the interpreter is slow per tile
-    for s in (KINDS["nearly uniform"](1500), torch.rand(1000).log(), *(make(200) for make in KINDS.values())):
+    # the interpreter is slow per tile
+    monkeypatch.setattr(kernels, "SMALL", ((512, 512, 8, 1),) * 5)
+    for s in (
+        KINDS["nearly uniform"](1500),
+        torch.rand(1000).log(),
+        *(make(200) for make in KINDS.values()),
+    ):
         x = with_scores(s)
-        o, r = kernels.attend(rule, **x | {"v": torch.ones_like(x["v"])}, power=None if power == 1 else power)
-        close(o, torch.ones_like(o), terms=64)                          # the errors of the long sums cancel
+        o, r = kernels.attend(
+            rule, **x | {"v": torch.ones_like(x["v"])}, power=None if power == 1 else power
+        )
+        close(o, torch.ones_like(o), terms=64)  # the errors of the long sums cancel
         r, z = r[0, 0, -1].double(), s.double().to(DEVICE) / power
         # the sums for r moved up and down by the spacing of float32 numbers
         spacing = torch.finfo(torch.float32).eps * z.abs().max()
@@ -442,10 +674,14 @@ def test_a_loss_on_the_statistic_alone_and_a_second_derivative():
     x, options = draw("softmax", T=20)
     upstream = [torch.zeros_like(x["q"]), torch.randn(x["q"].shape[:3], device=DEVICE)]
     both = outputs_and_gradients(kernels.attend, "softmax", x, options, upstream)
-    alone = outputs_and_gradients(lambda rule, **x: kernels.attend(rule, **x)[1:], "softmax", x, options, upstream[1:])
+    alone = outputs_and_gradients(
+        lambda rule, **x: kernels.attend(rule, **x)[1:], "softmax", x, options, upstream[1:]
+    )
     same([alone["d" + name] for name in x], [both["d" + name] for name in x])
     q = x["q"].requires_grad_()
-    dq, = torch.autograd.grad(kernels.attend("softmax", **x)[0].square().sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(
+        kernels.attend("softmax", **x)[0].square().sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="differentiated once"):
         dq.sum().backward()
 
@@ -476,11 +712,13 @@ def test_autocast_casts_inputs_to_one_dtype():
 
 
 def test_torch_compile_makes_one_graph_and_does_not_recompile():
-    """The compiled function gives the same outputs and gradients in two steps with different inputs."""
+    """The compiled function gives the same outputs and gradients in two steps with different
+    inputs."""
     torch._dynamo.reset()
     backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    compiled = torch.compile(lambda rule, **x: kernels.attend(rule, **x), fullgraph=True, backend=backend,
-                             dynamic=False)
+    compiled = torch.compile(
+        lambda rule, **x: kernels.attend(rule, **x), fullgraph=True, backend=backend, dynamic=False
+    )
     for step in range(2):
         x, options = draw("elastic", T=16, H=4, Hk=2, seed=step, **EVERYTHING)
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -488,15 +726,19 @@ def test_torch_compile_makes_one_graph_and_does_not_recompile():
         close(fused, outputs_and_gradients(kernels.attend, "elastic", x, options), terms=64)
 
 
-@pytest.mark.parametrize("rule, options", [("elastic", EVERYTHING), ("tra", dict(H=4, W=4, mix=(1, 2, 20)))], ids=str)
+@pytest.mark.parametrize(
+    "rule, options", [("elastic", EVERYTHING), ("tra", dict(H=4, W=4, mix=(1, 2, 20)))], ids=str
+)
 def test_operators_declare_what_they_return(rule, options):
     """The shapes, strides and dtypes that tracing assumes are those of the kernels' outputs."""
     x, more = draw(rule, T=20, E=24, **options)
     with mock.patch.object(kernels, "run_forward", side_effect=kernels.run_forward) as run:
         kernels.attend(rule, **x, **more)
-    call = run.call_args.args[:-2]              # without learn and skip
+    call = run.call_args.args[:-2]  # without learn and skip
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     torch.library.opcheck(kernels.run_forward, (*call, True, True), test_utils=checks)
     o, r, u, alive = kernels.run_forward(*call, True, True)
     saved = u if kernels.KERNELS[rule].save_u else o
-    torch.library.opcheck(kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=checks[:2])
+    torch.library.opcheck(
+        kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=checks[:2]
+    )

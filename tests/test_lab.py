@@ -1,4 +1,5 @@
 """eval.py lab: the exact loss, every figure of a random model, and the command."""
+
 import json
 import math
 from functools import partial
@@ -23,7 +24,9 @@ from mixers import trained_recipes
 from model import GPT
 
 # with --init_from, the fixture `trainings` adds no flags: a run is found again by its flags
-SHORT = "--init_from=scratch --max_iters=3 --eval_interval=3 --batch_size=4 --eval_iters=1 --device=cpu"
+SHORT = (
+    "--init_from=scratch --max_iters=3 --eval_interval=3 --batch_size=4 --eval_iters=1 --device=cpu"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,9 @@ def task(tmp_path_factory):
     return make(tmp_path_factory.mktemp("task") / "backcopy")
 
 
-@pytest.mark.parametrize("flags", [("--no_bos",), ("--fixed_at=7",), ("--no_bos", "--fixed_at=0"), ("--length=30",)])
+@pytest.mark.parametrize(
+    "flags", [("--no_bos",), ("--fixed_at=7",), ("--no_bos", "--fixed_at=0"), ("--length=30",)]
+)
 def test_the_exact_loss_equals_its_enumeration_in_every_form(flags, tmp_path):
     folder = make(tmp_path / "x", "--sequences=200", *flags)
     about, rows = meta(folder), torch.from_numpy(sequences(folder))[:20]
@@ -40,7 +45,12 @@ def test_the_exact_loss_equals_its_enumeration_in_every_form(flags, tmp_path):
         before, x, y = rows[n, i - 1].item() if i else 64, rows[n, i].item(), rows[n, i + 1].item()
         copies = x in about["triggers"]
         certain = i + 1 == about["fixed_at"] or copies and before < 64
-        close(loss[n, i], 0.0 if certain else -math.log(about["bigrams"][x][y]), terms=2, dtype=torch.float32)
+        close(
+            loss[n, i],
+            0.0 if certain else -math.log(about["bigrams"][x][y]),
+            terms=2,
+            dtype=torch.float32,
+        )
         assert trigger[n, i] == copies
 
 
@@ -54,26 +64,43 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
         p.mul_(20 if p.dim() > 1 else 1)
     found = lab_figures.lab_figures(gpt, split, about, machine)
     rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, T, 256), T + 1, 66))
-    as_is, zero, hide = (losses_with(change, gpt, rows, machine).double() for change in (
-        unchanged, value_zeroed(every_head(gpt)), key_hidden))
+    as_is, zero, hide = (
+        losses_with(change, gpt, rows, machine).double()
+        for change in (unchanged, value_zeroed(every_head(gpt)), key_hidden)
+    )
     trigger, late = torch.isin(rows[:, :-1], torch.tensor(about["triggers"])), torch.arange(T) >= 8
     excess = as_is - lab_figures.true_process(rows, about)[0]
-    expected = {"excess_loss": excess.mean(), "zero_cost": (zero - as_is).mean(),
-                "hide_cost": (hide - as_is).mean()}
-    for kind, counted in (("_idle", late & ~trigger), ("_copy", late & trigger),
-                          ("", torch.ones_like(trigger))):
+    expected = {
+        "excess_loss": excess.mean(),
+        "zero_cost": (zero - as_is).mean(),
+        "hide_cost": (hide - as_is).mean(),
+    }
+    for kind, counted in (
+        ("_idle", late & ~trigger),
+        ("_copy", late & trigger),
+        ("", torch.ones_like(trigger)),
+    ):
         probe = Probe()
         see = partial(probe.see, counted=counted)
         in_every_layer(see, gpt, rows[:, :-1])
         means = {"excess": excess[counted].mean()} | probe.result()
-        names = "excess sink share row_mass extra times_uniform" if kind else (
-            "sparsity empty_rows sink_eps extra_eps value_norm_ratio")
-        expected |= {name + kind: torch.as_tensor(means[name]).double().mean()
-                     for name in names.split()}
+        names = (
+            "excess sink share row_mass extra times_uniform"
+            if kind
+            else ("sparsity empty_rows sink_eps extra_eps value_norm_ratio")
+        )
+        expected |= {
+            name + kind: torch.as_tensor(means[name]).double().mean() for name in names.split()
+        }
     expected = {name: value.item() for name, value in expected.items() if not value.isnan()}
-    assert attn == "sink" or "extra_eps" not in expected                # only the sink has an extra key
+    assert attn == "sink" or "extra_eps" not in expected  # only the sink has an extra key
     close(found, expected, size=as_is.max().item(), dtype=torch.float32)
-    below(1e-3, torch.tensor([abs(found[name]) for name in ("zero_cost", "hide_cost", "sink_idle", "excess_copy")]))
+    below(
+        1e-3,
+        torch.tensor(
+            [abs(found[name]) for name in ("zero_cost", "hide_cost", "sink_idle", "excess_copy")]
+        ),
+    )
 
 
 def test_models_of_several_tables_are_trained_once():
@@ -86,9 +113,17 @@ def test_models_of_several_tables_are_trained_once():
     assert asked["tra"].endswith("--attn_args=beta_init=0.1")
 
 
-def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, capsys, trainings, evaluate):
-    flags = ["lab", "--attn=gated", "--seeds=0,1", f"--out_dir={tmp_path / 'runs'}",
-             f"--results={tmp_path / 'lab'}", f"--train_args={SHORT} --dataset={task}"]
+def test_the_command_compares_recipes_and_trains_nothing_twice(
+    tmp_path, task, capsys, trainings, evaluate
+):
+    flags = [
+        "lab",
+        "--attn=gated",
+        "--seeds=0,1",
+        f"--out_dir={tmp_path / 'runs'}",
+        f"--results={tmp_path / 'lab'}",
+        f"--train_args={SHORT} --dataset={task}",
+    ]
     eval_script.main(flags)
     first = capsys.readouterr().out
     eval_script.main([*flags, "--json"])
@@ -98,14 +133,15 @@ def test_the_command_compares_recipes_and_trains_nothing_twice(tmp_path, task, c
     assert (tmp_path / "lab.png").exists()
     metas = [meta(tmp_path / "runs" / f"gated-{seed}") for seed in (0, 1)]
     assert found["runs"]["gated"] == [
-        {key: one[key] for key in ("parameters", "seconds")} | one["report"] for one in metas]
+        {key: one[key] for key in ("parameters", "seconds")} | one["report"] for one in metas
+    ]
     assert metas[1]["knobs"]["seed"] == metas[1]["knobs"]["n_layer"] == 1
     shown = evaluate("probe", "--all", f"--out_dir={tmp_path}/runs/gated-1")["lab"]
-    assert {*metas[1]["report"]} - {*shown} == {"train", "val"}         # every figure of the lab
+    assert {*metas[1]["report"]} - {*shown} == {"train", "val"}  # every figure of the lab
 
 
 def test_the_committed_tables_show_the_committed_figures():
-    for name in ("", *SWEEPS):           # a sweep's table shows the paper's numbers beside ours
+    for name in ("", *SWEEPS):  # a sweep's table shows the paper's numbers beside ours
         place = f"results/lab-{name}".rstrip("-")
         runs = json.loads((ROOT / f"{place}.json").read_text())["runs"]
         assert (ROOT / f"{place}.md").read_text() == markdown(*lab.rows_of(runs, name)) + "\n"

@@ -1,4 +1,6 @@
-"""eval.py loss: the mean over fixed windows, in nats and bits, from one process or several ranks, and over seeds."""
+"""eval.py loss: the mean over fixed windows, in nats and bits, from one process or several ranks,
+and over seeds."""
+
 import math
 from types import SimpleNamespace
 
@@ -20,7 +22,7 @@ def test_fixed_windows_are_spread_over_the_whole_split_or_begin_at_a_stride(data
     starts = tokens.fixed_windows(fox, 16, 5)
     assert [*starts[[0, -1]]] == [0, len(fox) - 17]
     assert len(starts) == 5 and len(set(np.diff(starts) // 10)) == 1
-    for count in (10 ** 9, 0):
+    for count in (10**9, 0):
         assert len(tokens.fixed_windows(fox, 16, count)) == (len(fox) - 1) // 16
     fox.ends, fox.stride = [20 * 65], 65
     for length in (4, 64):
@@ -37,7 +39,12 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(evaluate, elasti
     loss = means.mean().item()
     close([found["loss"], found["bits_per_byte"]], [loss, loss / math.log(2)], dtype=torch.float32)
     close(found["loss_error"], means.std().item() / math.sqrt(6), size=loss, dtype=torch.float32)
-    assert [found[name] for name in ("dataset", "split", "windows", "length")] == [str(data), "val", 6, 16]
+    assert [found[name] for name in ("dataset", "split", "windows", "length")] == [
+        str(data),
+        "val",
+        6,
+        16,
+    ]
     assert evaluate("loss", run, "--windows=1", "--split=train")["loss_error"] is None
     for size, bits in (({"bytes": 200}, 1 / math.log(2) / 4), ({}, None)):
         about = {"shards": {"val.bin": {"tokens": 50, "sha256": ""} | size}}
@@ -55,18 +62,32 @@ def test_ranks_share_the_windows(elastic_run, data):
 
 
 def numbers(attn="softmax", losses=(2.0,), **knobs):
-    return {"loss": float(np.mean(losses)), "losses": losses, "bits_per_byte": None,
-            "dataset": "fox", "split": "val", "windows": len(losses), "length": 16,
-            "knobs": {"attn": attn, "rule": attn, "init_from": "scratch"} | knobs}
+    return {
+        "loss": float(np.mean(losses)),
+        "losses": losses,
+        "bits_per_byte": None,
+        "dataset": "fox",
+        "split": "val",
+        "windows": len(losses),
+        "length": 16,
+        "knobs": {"attn": attn, "rule": attn, "init_from": "scratch"} | knobs,
+    }
 
 
 def test_runs_with_the_same_knobs_are_a_group_named_by_the_recipe_and_knobs_that_differ():
-    found = [numbers(losses=[9.0], window=0), numbers(losses=[1.0], window=0),
-             numbers(losses=[3.0], window=4),
-             numbers("lazy", losses=[6.0], rule="elastic", gate="head", window=0),
-             numbers("elastic", losses=[7.0], window=0, n_embd=64)]
+    found = [
+        numbers(losses=[9.0], window=0),
+        numbers(losses=[1.0], window=0),
+        numbers(losses=[3.0], window=4),
+        numbers("lazy", losses=[6.0], rule="elastic", gate="head", window=0),
+        numbers("elastic", losses=[7.0], window=0, n_embd=64),
+    ]
     assert {label: len(group) for label, group in groups_of(dict(enumerate(found))).items()} == {
-        "softmax --window=4": 1, "softmax": 2, "lazy --gate=head": 1, "elastic --n_embd=64": 1}
+        "softmax --window=4": 1,
+        "softmax": 2,
+        "lazy --gate=head": 1,
+        "elastic --n_embd=64": 1,
+    }
 
 
 @given(st.integers(0, 999))
@@ -83,7 +104,8 @@ def test_seeds_become_a_mean_and_a_deviation_on_the_same_windows(seed):
 
 
 def test_the_picture_has_the_losses_of_training_also_of_a_run_that_was_continued(
-        elastic_run, copy, evaluate, tmp_path):
+    elastic_run, copy, evaluate, tmp_path
+):
     train_here("--init_from=resume", f"--out_dir={copy}", "--max_iters=8")
     picture = tmp_path / "curves.png"
     found = evaluate("loss", f"--out_dir={elastic_run},{copy}", "--windows=2", f"--png={picture}")

@@ -1,4 +1,5 @@
 """common/machine.py: peak speeds of known GPUs, and live memory."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,18 @@ from hypothesis import strategies as st
 from common.machine import LiveMemory, Machine, pick_dtype
 
 
-@pytest.mark.parametrize("name, peak", [
-    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA L40S", 362e12), ("NVIDIA L40", 181e12),
-    ("NVIDIA L4", 121e12), ("Tesla V100-SXM2-16GB", 125e12), ("NVIDIA T400 4GB", None)])
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA T400 4GB", None),
+    ],
+)
 def test_peaks_are_known_by_name_and_only_for_16_bits(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     machine = Machine("cpu", "float32")
@@ -24,26 +34,43 @@ def test_peaks_are_known_by_name_and_only_for_16_bits(name, peak, monkeypatch):
 def test_bfloat16_is_chosen_where_the_gpu_multiplies_it(generation, dtype, monkeypatch):
     """A T4 (7.5) has bfloat16 tensors, but multiplies them in software."""
     about = SimpleNamespace(major=generation)
-    for name, value in {"is_available": True, "current_device": 0, "get_device_properties": about,
-                        "_check_bf16_tensor_supported": True}.items():
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "get_device_properties": about,
+        "_check_bf16_tensor_supported": True,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     assert (pick_dtype("auto", "cuda"), pick_dtype("float32", "cuda")) == (dtype, "float32")
 
 
 def test_live_memory_counts_a_storage_once_and_drops_freed_ones():
     with LiveMemory() as memory:
-        kept = torch.zeros(1000)                # 4,000 bytes
+        kept = torch.zeros(1000)  # 4,000 bytes
         assert kept.view(10, 100).t().shape == (100, 10) and memory.now == 4000
-        kept + 1                                # freed at once
+        kept + 1  # freed at once
     assert (memory.now, memory.peak) == (4000, 8000)
 
 
-@given(st.fixed_dictionaries({}, optional=dict.fromkeys(
-    ("RANK", "LOCAL_RANK", "WORLD_SIZE"), st.integers(-2, 3).map(str) | st.sampled_from(["", "x", "0.5"]))))
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional=dict.fromkeys(
+            ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+            st.integers(-2, 3).map(str) | st.sampled_from(["", "x", "0.5"]),
+        ),
+    )
+)
 def test_variables_that_name_no_rank_are_refused(given):
     whole = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | given
     numbers = all(text.lstrip("-").isdecimal() for text in whole.values())
-    assume(not (numbers and 0 <= int(whole["RANK"]) < int(whole["WORLD_SIZE"]) and int(whole["LOCAL_RANK"]) >= 0))
+    assume(
+        not (
+            numbers
+            and 0 <= int(whole["RANK"]) < int(whole["WORLD_SIZE"])
+            and int(whole["LOCAL_RANK"]) >= 0
+        )
+    )
     with pytest.MonkeyPatch.context() as patch:
         for name, text in given.items():
             patch.setenv(name, text)

@@ -1,4 +1,6 @@
-"""eval.py maps: the attention weights of a sentence, with readable labels, as a table and as a page in a browser."""
+"""eval.py maps: the attention weights of a sentence, with readable labels, as a table and as a page
+in a browser."""
+
 import base64
 import contextlib
 import io
@@ -26,14 +28,24 @@ from model import GPT
 def test_labels_show_spaces_newlines_and_bytes():
     """Long labels are shortened. A tokenizer that adds a space decodes each token alone."""
     text, words = "a b\n\té$", " supercalifragilistic"
-    assert labels_of([*text.encode()], text, coders.Bytes()) == ["a", "␣", "b", "↵", "⇥", r"\xc3", r"\xa9", "$"]
+    assert labels_of([*text.encode()], text, coders.Bytes()) == [
+        "a",
+        "␣",
+        "b",
+        "↵",
+        "⇥",
+        r"\xc3",
+        r"\xa9",
+        "$",
+    ]
     coder = SimpleNamespace(decode=lambda ids: words, lengths=np.array([21]))
     assert labels_of([0], words.strip(), coder) == ["␣supercalifra…"]
     assert labels_of([3, 64], "", coders.Numbers()) == ["3", "64"]
 
 
-@pytest.mark.parametrize("attn", [
-    "softmax", "kv_bias", "sink_token", "diff_rela", "tda", "focus", "gated_deltanet"])
+@pytest.mark.parametrize(
+    "attn", ["softmax", "kv_bias", "sink_token", "diff_rela", "tda", "focus", "gated_deltanet"]
+)
 def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     gpt = GPT(tiny_config(attn=attn, n_layer=2, vocab_size=257)).eval()
     text, differential = "fox jumps", attn.startswith(("diff", "tda"))
@@ -45,17 +57,22 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
         return [w[0, 0] for w in (*views, module.weights_of(q, k, x, table))]
 
     _, whole = in_every_layer(look, gpt, torch.tensor([list(text.encode())]))
-    assert [m["kind"] for m in found["maps"]] == (["view a", "view b", "difference"] if differential else ["weights"])
-    close([torch.tensor(m["weights"]) for m in found["maps"]], whole)   # six digits are shown
+    assert [m["kind"] for m in found["maps"]] == (
+        ["view a", "view b", "difference"] if differential else ["weights"]
+    )
+    close([torch.tensor(m["weights"]) for m in found["maps"]], whole)  # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
-    assert found["keys"] == ["(extra key)"] * extra + found["queries"] and found["first"] == extra + ahead
+    assert (
+        found["keys"] == ["(extra key)"] * extra + found["queries"]
+        and found["first"] == extra + ahead
+    )
     assert "first token, all rows" in said and ("extra key, all rows" in said) == extra
-    if attn in ("kv_bias", "diff_rela"):        # pictures with an extra key and with signed views
+    if attn in ("kv_bias", "diff_rela"):  # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
 
 
-SENTENCE = "</script> brown"                    # it cannot end the page's data
+SENTENCE = "</script> brown"  # it cannot end the page's data
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +81,18 @@ def page(tmp_path_factory, data):
     out = tmp_path_factory.mktemp("softmax_run")
     train_here(f"--dataset={data}", f"--out_dir={out}", "--attn=softmax", "--n_layer=3")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        eval_script.main(["maps", f"--out_dir={out}", "--attn=softmax,softmax1,elastic", f"--text={SENTENCE}",
-                          "--device=cpu", f"--html={out / 'maps.html'}", "--cost", "--json"])
+        eval_script.main(
+            [
+                "maps",
+                f"--out_dir={out}",
+                "--attn=softmax,softmax1,elastic",
+                f"--text={SENTENCE}",
+                "--device=cpu",
+                f"--html={out / 'maps.html'}",
+                "--cost",
+                "--json",
+            ]
+        )
     return out / "maps.html", list(json.loads(printed.getvalue()).values())
 
 
@@ -77,9 +104,12 @@ def summary(w, first):
 
 
 def test_the_page_has_the_numbers_of_json(page):
-    """Weights and norms of values, of every head in every tab, and what the page says of heads and of rows."""
+    """Weights and norms of values, of every head in every tab, and what the page says of heads and
+    of rows."""
     path, runs = page
-    tabs, cells, rows = on_page(path, """
+    tabs, cells, rows = on_page(
+        path,
+        """
         await ready
         const tabs = page.runs.map(({ queries, weights, value_norms }) => [queries, weights, value_norms])
         const cells = Object.keys(page.runs[0].measures).map(measure => [0, 1].map(hide => {
@@ -90,14 +120,20 @@ def test_the_page_has_the_numbers_of_json(page):
           set({ run, layer: 2, head: 1, row, hide: 0 })
           return $("row").textContent
         }))
-        return [tabs, cells, rows]""")
+        return [tabs, cells, rows]""",
+    )
     for (queries, weights, norms), said, run in zip(tabs, rows, runs, strict=True):
         L, H, T = np.shape(norms)
         assert "".join(queries) == SENTENCE.replace(" ", "␣")
-        # the square root is stored in steps of 1 / 32767, so a share of the largest weight is off by less
+        # the square root is stored in steps of 1 / 32767, so a share of the largest weight is off
+        # by less
         expected = [[found[kind] for found in run["maps"]] for kind in ("weights", "hidden")]
-        np.testing.assert_allclose(np.reshape(weights, (2, L * H, T, -1)), expected, rtol=0, atol=1 / 32767)
-        np.testing.assert_allclose(norms, run["value_norms"], rtol=0, atol=np.max(run["value_norms"]) / 32767)
+        np.testing.assert_allclose(
+            np.reshape(weights, (2, L * H, T, -1)), expected, rtol=0, atol=1 / 32767
+        )
+        np.testing.assert_allclose(
+            norms, run["value_norms"], rtol=0, atol=np.max(run["value_norms"]) / 32767
+        )
         for text, row in zip(said, (0, 4, 14), strict=True):
             shown = [float(number) for number in re.findall(r"\d+\.\d+", text)]
             weights_of_row = run["maps"][2 * H + 1]["weights"][row]
@@ -109,12 +145,19 @@ def test_the_page_has_the_numbers_of_json(page):
 
 
 def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
-    for run in page[1][:2]:                     # softmax, and softmax1, whose extra key gets a part of the weight
+    for run in page[1][:2]:  # softmax, and softmax1, whose extra key gets a part of the weight
         for found in run["maps"]:
-            w, hidden, first = torch.tensor(found["weights"]), torch.tensor(found["hidden"]), run["first"]
+            w, hidden, first = (
+                torch.tensor(found["weights"]),
+                torch.tensor(found["hidden"]),
+                run["first"],
+            )
             w[1:, first] = 0
             close(hidden, w / w.sum(1, keepdim=True), dtype=torch.float32)
-            measured = {name: layers[found["layer"]][found["head"]] for name, layers in run["hidden_measures"].items()}
+            measured = {
+                name: layers[found["layer"]][found["head"]]
+                for name, layers in run["hidden_measures"].items()
+            }
             entropy = np.mean([summary(row, first)[1] for row in hidden.numpy()])
             expected = [0, hidden[0, first].item() / len(hidden), entropy]
             for name, value in zip(("sparsity", "sink", "entropy"), expected, strict=True):
@@ -124,7 +167,9 @@ def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
 @pytest.mark.parametrize("width", (400, 1600))
 def test_keys_and_pointer_choose_heads_and_rows(width, page):
     path, runs = page
-    title, row, at, cell, wide = on_page(path, """
+    title, row, at, cell, wide = on_page(
+        path,
+        """
         await ready
         const press = (key, shiftKey) =>
           document.body.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }))
@@ -136,7 +181,9 @@ def test_keys_and_pointer_choose_heads_and_rows(width, page):
         place.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }))
         const { offsetWidth, offsetHeight } = document.querySelector("[role=gridcell]")
         return [$("title").textContent, row, $("at").textContent, Math.min(offsetWidth, offsetHeight),
-                document.documentElement.scrollWidth]""", width)
+                document.documentElement.scrollWidth]""",
+        width,
+    )
     assert title == "layer 2, head 0" and row.startswith("row 13, “w”")
     assert cell >= 24 and wide == width
     assert float(at.split()[-1]) == pytest.approx(runs[0]["maps"][4]["weights"][6][2], abs=1e-4)

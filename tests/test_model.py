@@ -1,4 +1,6 @@
-"""model.py: the architecture against torch, initial weights, optimizer groups, generation against forward passes."""
+"""model.py: the architecture against torch, initial weights, optimizer groups, generation against
+forward passes."""
+
 import copy
 import math
 
@@ -21,7 +23,8 @@ from model import GPT, hidden_width
 
 
 def model(spread=4.0, **choices):
-    """A GPT of two layers in float64 and eval mode, with `spread` times its initial matrices: its logits differ."""
+    """A GPT of two layers in float64 and eval mode, with `spread` times its initial matrices: its
+    logits differ."""
     gpt = GPT(tiny_config(**{"n_layer": 2} | choices), bounds.SEED).double().eval()
     with torch.no_grad():
         for p in gpt.parameters():
@@ -30,57 +33,104 @@ def model(spread=4.0, **choices):
 
 
 def nanogpt(gpt, idx):
-    """nanoGPT's logits from torch's own layers and functions. With norm_place="post", the architecture is that of
-    Vaswani et al. 2017 and has one more norm at the end."""
+    """nanoGPT's logits from torch's own layers and functions. With norm_place="post", the
+    architecture is that of Vaswani et al. 2017 and has one more norm at the end."""
+
     def attend(block, x):
         qkv = block.attn.c_attn(x).unflatten(-1, (3, gpt.config.n_head, -1)).permute(2, 0, 3, 1, 4)
-        return block.attn.c_proj(F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2))
+        return block.attn.c_proj(
+            F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
     def mlp(block, x):
         return block.mlp.c_proj(F.gelu(block.mlp.c_fc(x)))
-    x = gpt.transformer.wte(idx) + gpt.transformer.wpe.weight[:idx.shape[1]]
+
+    x = gpt.transformer.wte(idx) + gpt.transformer.wpe.weight[: idx.shape[1]]
     for block in gpt.transformer.h:
         for branch, norm in ((attend, block.ln_1), (mlp, block.ln_2)):
-            x = norm(x + branch(block, x)) if block.norm_place == "post" else x + branch(block, norm(x))
+            x = (
+                norm(x + branch(block, x))
+                if block.norm_place == "post"
+                else x + branch(block, norm(x))
+            )
     return gpt.transformer.ln_f(x) @ gpt.transformer.wte.weight.T
 
 
-@pytest.mark.parametrize("kernel, norm_place", [("torch", "pre"), ("sdpa", "pre"), ("torch", "post")])
+@pytest.mark.parametrize(
+    "kernel, norm_place", [("torch", "pre"), ("sdpa", "pre"), ("torch", "post")]
+)
 def test_loss_and_gradients_equal_those_of_nanogpts_architecture(kernel, norm_place):
     """The loss that the model itself returns is in float32. Targets of -1 do not count."""
-    gpt = model(attn="softmax", pos="learned", norm_place=norm_place, mlp="gelu", bias=True, kernel=kernel)
+    gpt = model(
+        attn="softmax", pos="learned", norm_place=norm_place, mlp="gelu", bias=True, kernel=kernel
+    )
     for n, p in enumerate(gpt.parameters()):
-        p.data += 0.1 * normal(*p.shape, stream=n)                      # biases are 0 at first
+        p.data += 0.1 * normal(*p.shape, stream=n)  # biases are 0 at first
     idx, targets = token_ids(4, 16), token_ids(4, 16, stream=1)
     targets[:, :3] = -1
-    losses = [F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-              for logits in (gpt(idx)[0], nanogpt(gpt, idx))]
+    losses = [
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        for logits in (gpt(idx)[0], nanogpt(gpt, idx))
+    ]
     close(losses[0], losses[1])
     close(gpt(idx, targets)[1], losses[1], dtype=torch.float32)
-    close(*(list(torch.autograd.grad(loss, list(gpt.parameters()))) for loss in losses), terms=64 * 16, size=1.0)
+    close(
+        *(list(torch.autograd.grad(loss, list(gpt.parameters()))) for loss in losses),
+        terms=64 * 16,
+        size=1.0,
+    )
 
 
 def test_sinusoidal_positions_and_ntk_scaling_equal_their_formulas():
-    """Vaswani et al. 2017. tests/test_weights.py compares RoPE's other scalings with those of transformers."""
+    """Vaswani et al. 2017. tests/test_weights.py compares RoPE's other scalings with those of
+    transformers."""
     gpt = model(pos="sinusoidal")
     angle = torch.arange(9.0).double()[:, None] / 10000 ** torch.linspace(0, 1, 9)[:8].double()
-    close(gpt.transformer.wpe(torch.arange(9)), torch.cat([angle.sin(), angle.cos()], 1), terms=8, size=8.0)
+    close(
+        gpt.transformer.wpe(torch.arange(9)),
+        torch.cat([angle.sin(), angle.cos()], 1),
+        terms=8,
+        size=8.0,
+    )
     assert gpt.num_params() == model(pos="none").num_params()
-    ntk, larger = (rope_frequencies(tiny_config(**choice), 64, "cpu") for choice in (
-        {"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)}))
+    ntk, larger = (
+        rope_frequencies(tiny_config(**choice), 64, "cpu")
+        for choice in ({"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)})
+    )
     close(ntk / larger, torch.ones(32), terms=16)
 
 
 SIZES = {
-    "attn": ["elastic", "diff_rela"], "window": [5], "window_every": [2], "first": [2], "norm": ["rmsnorm"],
-    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2"], "n_kv_head": [1], "n_inner": [24], "rope_base": [500.0],
-    "dropout": [0.2], "n_embd": [18], "head_dim": [6], "qkv_bias": [True], "norm_place": ["out", "post"],
-    "bias_of": ["q"], "norm_eps": [1e-3], "embed_norm": [True], "pos": list(attention.AXES["pos"]),
-    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2"], "tied": [False], "bias": [True]}
+    "attn": ["elastic", "diff_rela"],
+    "window": [5],
+    "window_every": [2],
+    "first": [2],
+    "norm": ["rmsnorm"],
+    "mlp": ["relu", "gelu_tanh", "swiglu", "relu2"],
+    "n_kv_head": [1],
+    "n_inner": [24],
+    "rope_base": [500.0],
+    "dropout": [0.2],
+    "n_embd": [18],
+    "head_dim": [6],
+    "qkv_bias": [True],
+    "norm_place": ["out", "post"],
+    "bias_of": ["q"],
+    "norm_eps": [1e-3],
+    "embed_norm": [True],
+    "pos": list(attention.AXES["pos"]),
+    "rope_scaling": ["linear:4", "llama3:8,1,4,8", "ntk:2"],
+    "tied": [False],
+    "bias": [True],
+}
 
 
 @settings(max_examples=examples(50))
-@given(st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in SIZES.items()}))
+@given(
+    st.fixed_dictionaries(
+        {}, optional={name: st.sampled_from(values) for name, values in SIZES.items()}
+    )
+)
 def test_any_combination_of_sizes_trains_every_parameter(sizes):
     try:
         gpt = GPT(tiny_config(**sizes))
@@ -91,20 +141,34 @@ def test_any_combination_of_sizes_trains_every_parameter(sizes):
 
 def test_dropout_acts_on_embeddings_and_on_both_branches_of_a_block():
     gpt, changed = GPT(tiny_config(dropout=0.5)), []
-    for module in (gpt.transformer.drop, gpt.transformer.h[0].attn.resid_dropout, gpt.transformer.h[0].mlp.dropout):
+    for module in (
+        gpt.transformer.drop,
+        gpt.transformer.h[0].attn.resid_dropout,
+        gpt.transformer.h[0].mlp.dropout,
+    ):
         module.register_forward_hook(lambda _, x, y: changed.append(not torch.equal(x[0], y)))
     gpt(torch.arange(16)[None])
     assert changed == [True] * 3
 
 
 def test_parameters_and_operations_count_what_a_token_uses():
-    assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "gelu")] == [288, 400]
+    assert [hidden_width(tiny_config(n_embd=100, mlp=mlp)) for mlp in ("swiglu", "gelu")] == [
+        288,
+        400,
+    ]
     C, V, T = 16, 31, 16
-    blocks = 2 * (12 * C * C + 9 * C + 4 * C) + 2 * C       # matrices; biases of c_attn, c_proj, c_fc, c_proj; norms
-    shared, untied = (GPT(tiny_config(n_layer=2, bias=True, **choices)) for choices in (
-        {"pos": "t5"}, {"pos": "learned", "tied": False}))
-    assert shared.num_params() == blocks + V * C + shared.transformer.h[1].attn.t5.numel()  # all layers share a table
-    assert untied.num_params() == blocks + 2 * V * C + T * C and untied.num_params(embeddings=False) == blocks + V * C
+    # matrices; biases of c_attn, c_proj, c_fc, c_proj; norms
+    blocks = 2 * (12 * C * C + 9 * C + 4 * C) + 2 * C
+    shared, untied = (
+        GPT(tiny_config(n_layer=2, bias=True, **choices))
+        for choices in ({"pos": "t5"}, {"pos": "learned", "tied": False})
+    )
+    # all layers share a table
+    assert shared.num_params() == blocks + V * C + shared.transformer.h[1].attn.t5.numel()
+    assert (
+        untied.num_params() == blocks + 2 * V * C + T * C
+        and untied.num_params(embeddings=False) == blocks + V * C
+    )
 
 
 def test_initial_values_are_those_of_gpt2():
@@ -118,11 +182,15 @@ def test_initial_values_are_those_of_gpt2():
             assert (value == (1 if "ln_" in name and name.endswith("weight") else 0)).all(), name
 
 
-@given(recipes(), st.sampled_from(["all", "matrices", "the rest"]))       # LoRA trains only matrices
+@given(recipes(), st.sampled_from(["all", "matrices", "the rest"]))  # LoRA trains only matrices
 @settings(max_examples=examples(20))
 def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(choices, trains):
     gpt = GPT(tiny_config(**LAYER | {"bias": True, "n_layer": 2} | choices))
-    matrices = {module.weight for module in gpt.transformer.h.modules() if isinstance(module, torch.nn.Linear)}
+    matrices = {
+        module.weight
+        for module in gpt.transformer.h.modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     for p in gpt.parameters():
         p.requires_grad_(trains == "all" or (p in matrices) == (trains == "matrices"))
     made = gpt.configure_optimizers(0.3, 1e-3, (0.8, 0.9), head_lr=5.0)
@@ -131,9 +199,13 @@ def test_optimizer_decays_matrices_only_and_gives_head_scalars_their_own_rate(ch
     assert len(found) == len(names) == sum(len(group["params"]) for group in made.param_groups)
     for name, p in names.items():
         decay = 0.3 if name.endswith("weight") and "ln_" not in name and "norm" not in name else 0.0
-        scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0     # learned by attention itself
+        scale = 1.0 if name.endswith((".weight", ".bias")) else 5.0  # learned by attention itself
         assert [found[p][key] for key in ("weight_decay", "lr_scale", "lr", "betas")] == [
-            decay, scale, 1e-3, (0.8, 0.9)], name
+            decay,
+            scale,
+            1e-3,
+            (0.8, 0.9),
+        ], name
 
 
 def test_a_copy_of_a_model_shares_the_rows_of_tables():
@@ -145,9 +217,13 @@ def test_a_copy_of_a_model_shares_the_rows_of_tables():
 
 @pytest.mark.parametrize("attn", CACHES)
 @settings(max_examples=examples(5))
-@given(pos=st.sampled_from(list(attention.AXES["pos"])), parts=st.lists(st.integers(1, 6), min_size=2, max_size=7))
+@given(
+    pos=st.sampled_from(list(attention.AXES["pos"])),
+    parts=st.lists(st.integers(1, 6), min_size=2, max_size=7),
+)
 def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(attn, pos, parts):
-    """While it generates, absolute positions read the last block_size tokens, and all others read everything."""
+    """While it generates, absolute positions read the last block_size tokens, and all others read
+    everything."""
     assume(pos in mixers.MIXERS[ATTENTIONS[attn].get("mixer", "attention")].axes["pos"])
     gpt, length = model(attn=attn, pos=pos), sum(parts)
     assume(length <= 16 or not POSITIONS[pos].embeds)
@@ -155,58 +231,89 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
     if gpt.transformer.h[0].attn.cached:
         with torch.no_grad():
             steps = [gpt(part, cache=cache)[0] for part in idx.split(parts, 1)]
-            close(torch.cat(steps, 1), gpt(idx)[0], dtype=torch.float32)                # RoPE's angles are float32
-    cached, uncached = (gpt.generate(idx, 20, seed=bounds.SEED, use_cache=use) for use in (True, False))
+            # RoPE's angles are float32
+            close(torch.cat(steps, 1), gpt(idx)[0], dtype=torch.float32)
+    cached, uncached = (
+        gpt.generate(idx, 20, seed=bounds.SEED, use_cache=use) for use in (True, False)
+    )
     assert cached.shape == (2, length + 20)
-    same(cached, uncached)                      # ids: rounding is too small to change a draw
+    same(cached, uncached)  # ids: rounding is too small to change a draw
     context = cached[:, -16:] if POSITIONS[pos].embeds else cached
     same(gpt.generate(cached, 1, temperature=0)[:, -1], gpt(context)[0][:, -1].argmax(-1))
 
 
 @torch.no_grad()
 def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cache():
-    """Initial values depend on the names of tensors alone, so blocks of other models are the same."""
-    gpt = model(layers="gated_deltanet+sink,pos=none,window=5+lazy,tau_init=0.5", n_layer=5, out_norm="none")
-    own = ({"attn": "gated_deltanet", "out_norm": "none"}, {"attn": "sink", "pos": "none", "window": 5},
-           {"attn": "lazy", "attn_args": "tau_init=0.5"})
+    """Initial values depend on the names of tensors alone, so blocks of other models are the
+    same."""
+    gpt = model(
+        layers="gated_deltanet+sink,pos=none,window=5+lazy,tau_init=0.5", n_layer=5, out_norm="none"
+    )
+    own = (
+        {"attn": "gated_deltanet", "out_norm": "none"},
+        {"attn": "sink", "pos": "none", "window": 5},
+        {"attn": "lazy", "attn_args": "tau_init=0.5"},
+    )
     idx, cache = token_ids(2, 14), gpt.new_cache()
     x = gpt.transformer.wte(idx)
     for layer in range(5):
         x = model(n_layer=5, **own[layer % 3]).transformer.h[layer](x)
     logits = gpt.lm_head(gpt.transformer.ln_f(x))
     close(gpt(idx)[0], logits, dtype=torch.float32)
-    close(torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1), logits, dtype=torch.float32)
+    close(
+        torch.cat([gpt(part, cache=cache)[0] for part in idx.split(3, 1)], 1),
+        logits,
+        dtype=torch.float32,
+    )
 
 
 def test_the_seed_decides_the_draws_and_model_and_global_generator_stay_as_they_were():
     gpt, idx = model(dropout=0.5).train(), token_ids(2, 4)
     state = torch.get_rng_state()
     a, b, c = (gpt.generate(idx, 20, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(a, b) and not torch.equal(a, c) and torch.equal(torch.get_rng_state(), state) and gpt.training
+    assert (
+        torch.equal(a, b)
+        and not torch.equal(a, c)
+        and torch.equal(torch.get_rng_state(), state)
+        and gpt.training
+    )
 
 
-@pytest.mark.parametrize("temperature, top_k, top_p", [
-    (0, None, None), (1.0, 1, None), (1.0, None, 1e-6), (0.5, None, None), (2.0, None, None), (2.0, 3, None),
-    (1.0, None, 0.9), (2.0, 5, 0.7)])
+@pytest.mark.parametrize(
+    "temperature, top_k, top_p",
+    [
+        (0, None, None),
+        (1.0, 1, None),
+        (1.0, None, 1e-6),
+        (0.5, None, None),
+        (2.0, None, None),
+        (2.0, 3, None),
+        (1.0, None, 0.9),
+        (2.0, 5, 0.7),
+    ],
+)
 def test_tokens_are_drawn_as_often_as_their_probabilities_say(temperature, top_k, top_p):
     gpt, idx = model(spread=8.0), token_ids(1, 6)
-    found = gpt.generate(idx.expand(4000, -1), 1, temperature, top_k, top_p, seed=bounds.SEED)[:, -1]
+    found = gpt.generate(idx.expand(4000, -1), 1, temperature, top_k, top_p, seed=bounds.SEED)[
+        :, -1
+    ]
     logits, order = gpt(idx)[0][0, -1].sort(descending=True)
-    p = (logits / (temperature or 1e-9)).softmax(-1) * (torch.arange(31) < (top_k or 31))       # the likeliest first
+    # the likeliest first
+    p = (logits / (temperature or 1e-9)).softmax(-1) * (torch.arange(31) < (top_k or 31))
     p = p * (p.cumsum(0) - p < top_p * p.sum()) if top_p else p
     p = p / p.sum()
     share = (found[:, None] == order).double().mean(0)
-    below((share - p).abs(), 10 * (p * (1 - p) / 4000).sqrt() + 1e-3)                   # ten standard errors
+    below((share - p).abs(), 10 * (p * (1 - p) / 4000).sqrt() + 1e-3)  # ten standard errors
     assert not share[p == 0].any()
 
 
 def test_a_row_repeats_its_stop_token_while_other_rows_continue():
     gpt, idx = model(spread=8.0), token_ids(6, 5)
     free = gpt.generate(idx, 30, seed=bounds.SEED)
-    stop = free[:3, 7].tolist()                 # three rows draw one of these as their third token, or earlier
+    stop = free[:3, 7].tolist()  # three rows draw one of these as their third token, or earlier
     found = gpt.generate(idx, 30, seed=bounds.SEED, stop=stop)
     for row, whole in zip(found.tolist(), free.tolist(), strict=True):
-        first = next((i for i in range(5, 35) if whole[i] in stop), 34)                 # the prompt does not count
-        assert row == (whole[:first + 1] + [whole[first]] * 34)[:found.shape[1]]
+        first = next((i for i in range(5, 35) if whole[i] in stop), 34)  # the prompt does not count
+        assert row == (whole[: first + 1] + [whole[first]] * 34)[: found.shape[1]]
     assert found.shape[1] == 35 or torch.isin(found[:, -1], torch.tensor(stop)).all()
-    assert gpt.generate(idx, 30, seed=3, stop=range(31)).shape == (6, 6)                # every row has stopped
+    assert gpt.generate(idx, 30, seed=3, stop=range(31)).shape == (6, 6)  # every row has stopped

@@ -1,4 +1,5 @@
 """eval.py passkey: prompts byte for byte, scores in float64."""
+
 import math
 import re
 import statistics
@@ -27,10 +28,18 @@ def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(character
         "There is an important info hidden inside a lot of irrelevant text. Find it and memorize "
         "them. I will quiz you about the important information there.",
         "The pass key is 12345. Remember it. 12345 is the pass key.",
-        "What is the pass key? The pass key is"]
-    whole = " ".join(["The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."] * 9)
-    assert whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
-    assert len(before) == int(depth * (characters + 1))                 # uniform in 0..characters
+        "What is the pass key? The pass key is",
+    ]
+    whole = " ".join(
+        [
+            "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+        ]
+        * 9
+    )
+    assert (
+        whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
+    )
+    assert len(before) == int(depth * (characters + 1))  # uniform in 0..characters
 
 
 @pytest.mark.parametrize("name", ["bytes", "toy"])
@@ -45,7 +54,11 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
         assert text == prompt_text(trial.key, characters, trial.depth)
         assert coder.decode(trial.prompt + trial.right) == f"{text} {trial.key}"
         wrong = coder.decode(trial.prompt + trial.wrong).removeprefix(text)
-        assert re.fullmatch(r" \d+", wrong) and len(trial.wrong) == len(trial.right) and trial.wrong != trial.right
+        assert (
+            re.fullmatch(r" \d+", wrong)
+            and len(trial.wrong) == len(trial.right)
+            and trial.wrong != trial.right
+        )
 
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
@@ -54,7 +67,7 @@ def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():
     assert trials[7] == make_trial(BYTES, 300, 7, SEED)
     assert trials[7].key not in [trial.key for trial in others]
     for values, most in (([t.key for t in trials], 50_000), ([t.depth for t in trials], 1)):
-        counts = np.histogram(values, 5, (0, most))[0]                  # up to six standard errors
+        counts = np.histogram(values, 5, (0, most))[0]  # up to six standard errors
         below(torch.tensor(counts - 40).abs(), 6 * (200 * 0.2 * 0.8) ** 0.5)
 
 
@@ -67,28 +80,45 @@ def test_scores_are_those_of_the_answers_one_by_one(elastic_run, monkeypatch):
     """test_bench.py has the likelihoods of answers."""
     gpt, machine = load_run(elastic_run, "cpu")[0].double(), Machine("cpu", "float32")
     heard, said = [], []
-    monkeypatch.setattr(passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0)
+    monkeypatch.setattr(
+        passkey, "is_correct", lambda text, key: heard.append((key, text)) or key % 2 == 0
+    )
     trials = [make_trial(BYTES, 330, number) for number in range(6)]
     found = passkey.scores_of(gpt, machine, BYTES, trials, 4)
     for trial, scores in zip(trials, found, strict=True):
         # ten tokens, greedily
-        ids, = likelihood.generated(gpt, machine, [trial.prompt], 1, 10, temperature=0)
+        (ids,) = likelihood.generated(gpt, machine, [trial.prompt], 1, 10, temperature=0)
         said.append((trial.key, BYTES.decode(ids)))
         right, wrong = (
             likelihood.answers(gpt, machine, [(trial.prompt + ids, len(ids))], 1)[0].loglik
-            for ids in (trial.right, trial.wrong))
+            for ids in (trial.right, trial.wrong)
+        )
         assert scores["correct"] == (trial.key % 2 == 0)
-        close([scores["log_likelihood"], scores["gain"]], [right, right - wrong], terms=16,
-              size=-right, dtype=torch.float32)
+        close(
+            [scores["log_likelihood"], scores["gain"]],
+            [right, right - wrong],
+            terms=16,
+            size=-right,
+            dtype=torch.float32,
+        )
     assert sorted(heard) == sorted(said)
 
 
-@given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9
+    )
+)
 def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_text(rows):
-    found = passkey.summary(500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows])
+    found = passkey.summary(
+        500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows]
+    )
     parts = [[value for depth, value in rows if i <= 5 * depth < i + 1] for i in range(5)]
     parts.insert(0, [value for _, value in rows])
     for group, part in zip([found, *found["by_depth"]], parts, strict=True):
         error = statistics.stdev(part) / math.sqrt(len(part)) if part[1:] else None
-        close([group[name] for name in ("trials", "gain", "gain_error")],
-              [len(part), statistics.mean(part) if part else None, error], size=3.0)
+        close(
+            [group[name] for name in ("trials", "gain", "gain_error")],
+            [len(part), statistics.mean(part) if part else None, error],
+            size=3.0,
+        )

@@ -1,4 +1,5 @@
 """mixers/performer.py: its random directions. Its formula is in tests/reference_mixers.py."""
+
 import math
 
 import pytest
@@ -16,11 +17,17 @@ def test_the_features_are_an_unbiased_estimate_of_the_exponential(m):
     """The mean of phi(q).phi(k) over draws of W is exp(q.k), within eight standard errors."""
     q, k, random = 0.3 * normal(6, 8), 0.3 * normal(6, 8, stream=1), dice(2)
     draws = [orthogonal_normal(m, 8, random).double() for _ in range(2000)]
-    drawn = torch.stack([math.prod(torch.exp(y @ W.T - y.square().sum(-1, keepdim=True) / 2) for y in (q, k)).mean(-1)
-                         for W in draws])       # (draws, 6): of the pairs q_i, k_i
+    drawn = torch.stack(
+        [
+            math.prod(
+                torch.exp(y @ W.T - y.square().sum(-1, keepdim=True) / 2) for y in (q, k)
+            ).mean(-1)
+            for W in draws
+        ]
+    )  # (draws, 6): of the pairs q_i, k_i
     off = (drawn.mean(0) - torch.exp((q * k).sum(-1))) / (drawn.std(0) / math.sqrt(len(drawn)))
     below(off.abs().max(), 8)
-    if m > 8:                                   # orthogonal within every D of them
+    if m > 8:  # orthogonal within every D of them
         unit = draws[0][8:16] / draws[0][8:16].norm(dim=1, keepdim=True)
         close(unit @ unit.T, torch.eye(8), dtype=torch.float32)
 

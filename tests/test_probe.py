@@ -1,4 +1,5 @@
 """eval.py probe: inputs, lengths, precision and memory. test_measures.py tests its numbers."""
+
 from statistics import mean
 
 import pytest
@@ -22,10 +23,14 @@ def probed(elastic_run, evaluate):
 
 @pytest.mark.parametrize("attn", ["softmax", "tda"])
 def test_memory_is_linear_in_length(attn, data):
-    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take 64 times."""
+    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take
+    64 times."""
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, block_size=2048)).eval()
     fox = tokens.Tokens(data, "val")
-    short, long = (MACHINE.peak_memory(lambda T=T: probe(gpt, fox, MACHINE, 1, 1, length=T)) for T in (256, 2048))
+    short, long = (
+        MACHINE.peak_memory(lambda T=T: probe(gpt, fox, MACHINE, 1, 1, length=T))
+        for T in (256, 2048)
+    )
     below(long, 20 * short)
 
 
@@ -38,9 +43,14 @@ def test_means_are_over_all_layers_heads_and_windows_also_in_low_precision(data)
         close(low["mean"][name], found["mean"][name], terms=4, size=1.0, dtype=torch.bfloat16)
     close(other["mean"], found["mean"], terms=4, size=4.0, dtype=torch.float32)
     for name, value in found["mean"].items():
-        if value is not None:                   # layers have six decimals
-            close(value, mean(x for layer in found["layers"] for x in layer[name]), terms=1, size=4.0,
-                  dtype=torch.float32)
+        if value is not None:  # layers have six decimals
+            close(
+                value,
+                mean(x for layer in found["layers"] for x in layer[name]),
+                terms=1,
+                size=4.0,
+                dtype=torch.float32,
+            )
     assert found["mean"]["peak_a"] is None
 
 
@@ -50,17 +60,23 @@ def test_several_lengths_have_a_line_each(probed):
     for line in found["lengths"]:
         alone = probed(f"--length={line['length']}", "--windows=5", "--k=2", "--eps=0")
         same({name: line[name] for name in MEASURES}, alone["mean"])
-        same([line["massive"], line["windows"]], [max(place["massive"] for place in alone["stream"]), 5])
-    assert found["mean"]["sink_eps"] == 1 and found["k"] == 2           # those of Sink_k^eps
+        same(
+            [line["massive"], line["windows"]],
+            [max(place["massive"] for place in alone["stream"]), 5],
+        )
+    assert found["mean"]["sink_eps"] == 1 and found["k"] == 2  # those of Sink_k^eps
     assert probed("--windows=4", "--eps=1")["mean"]["sink_eps"] == 0
 
 
 def test_the_model_reads_the_chosen_input(probed, monkeypatch):
     read, forward = {}, GPT.forward
-    for kind in ("data", "repeat", "random", "bos", "random "):         # the second time the same
+    for kind in ("data", "repeat", "random", "bos", "random "):  # the second time the same
         rows = read[kind] = []
-        monkeypatch.setattr(GPT, "forward", lambda gpt, idx, starts, rows=rows:
-                            rows.extend(idx) or forward(gpt, idx))
+        monkeypatch.setattr(
+            GPT,
+            "forward",
+            lambda gpt, idx, starts, rows=rows: rows.extend(idx) or forward(gpt, idx),
+        )
         probed("--windows=6", f"--input={kind.strip()}")
     data, repeated, random, after, again = map(torch.stack, read.values())
     assert (repeated == data[:, :1]).all() and len(data[:, 0].unique()) > 1

@@ -1,5 +1,6 @@
 """What holds for every layer: hypothesis draws cases (ten times as many with --all, others with
 --hypothesis-seed=1), and tests/reference.py and reference_mixers.py say what is right."""
+
 from unittest import mock
 
 import pytest
@@ -18,40 +19,72 @@ from axes.positions import POSITIONS, Distance
 from mixers import focus
 
 # what a case always has: a recipe, positions, or parts of Focus
-FIXED = [{"attn": attn} for attn in ATTENTIONS] + [{"attn": "softmax", "pos": pos} for pos in POSITIONS]
+FIXED = [{"attn": attn} for attn in ATTENTIONS] + [
+    {"attn": "softmax", "pos": pos} for pos in POSITIONS
+]
 FIXED += [{"attn": "focus", "balance": balance} for balance in focus.BALANCES]
 FIXED += [{"attn": "focus", "topk": 2}]
-SHAPES = st.sampled_from((
-    {}, {}, {"n_head": 3, "n_kv_head": 1, "n_embd": 15}, {"n_head": 1, "n_kv_head": 1, "n_embd": 8}))
-ARGS = {                                        # constants that make a short sequence interesting
-    "chunk": range(1, 41), "groups": (4, 1, 2, 3, 5), "temperature": (0.5, 1, 2),
-    "iterations": range(5), "gate_scale": (1, 10), "gate_offset": (0, 0.5),
-    "learn_gate_scale": (1,), "learn_gate_offset": (1,), "clusters": range(1, 6),
-    "cluster_size": range(13), "features": range(13), "components": range(1, 9),
-    "local": (0, 0.25, 0.6, 1), "realloc": (0, 1), "page": range(1, 10), "bits": range(1, 4),
-    "tables": range(2, 9), "first": range(5), "recent": range(2, 10),
-    "out_norm_eps": (0.01, 1)}                  # smaller ones amplify rounding where an output is almost 0
+SHAPES = st.sampled_from(
+    (
+        {},
+        {},
+        {"n_head": 3, "n_kv_head": 1, "n_embd": 15},
+        {"n_head": 1, "n_kv_head": 1, "n_embd": 8},
+    )
+)
+ARGS = {  # constants that make a short sequence interesting
+    "chunk": range(1, 41),
+    "groups": (4, 1, 2, 3, 5),
+    "temperature": (0.5, 1, 2),
+    "iterations": range(5),
+    "gate_scale": (1, 10),
+    "gate_offset": (0, 0.5),
+    "learn_gate_scale": (1,),
+    "learn_gate_offset": (1,),
+    "clusters": range(1, 6),
+    "cluster_size": range(13),
+    "features": range(13),
+    "components": range(1, 9),
+    "local": (0, 0.25, 0.6, 1),
+    "realloc": (0, 1),
+    "page": range(1, 10),
+    "bits": range(1, 4),
+    "tables": range(2, 9),
+    "first": range(5),
+    "recent": range(2, 10),
+    "out_norm_eps": (0.01, 1),
+}  # smaller ones amplify rounding where an output is almost 0
 LENGTHS = st.sampled_from((45, 20, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33))
 # one call of a layer. rows: the last ones of T; block: how many rows the block loop takes at a time
-CALLS = st.fixed_dictionaries({
-    "T": LENGTHS, "rows": st.sampled_from((45, 1, 5, 18)), "B": st.integers(1, 2), "scores": SCORES,
-    "block": st.sampled_from((16, 1, 3, 7, 64)), "W": st.sampled_from((5, 0, 1, 20, 60)),
-    "tail": st.booleans(), "slope": st.booleans(), "training": st.booleans(),
-    "zeros": st.sampled_from((True, False)),    # of some tokens, the value
-    "gates": st.sampled_from((1, 30))})         # 30: some gates of a mixer close
+CALLS = st.fixed_dictionaries(
+    {
+        "T": LENGTHS,
+        "rows": st.sampled_from((45, 1, 5, 18)),
+        "B": st.integers(1, 2),
+        "scores": SCORES,
+        "block": st.sampled_from((16, 1, 3, 7, 64)),
+        "W": st.sampled_from((5, 0, 1, 20, 60)),
+        "tail": st.booleans(),
+        "slope": st.booleans(),
+        "training": st.booleans(),
+        "zeros": st.sampled_from((True, False)),  # of some tokens, the value
+        "gates": st.sampled_from((1, 30)),
+    }
+)  # 30: some gates of a mixer close
 
 
 def drawn(count):
     """Run a test(fixed, data) that draws cases, `count` times for each of FIXED."""
     each = pytest.mark.parametrize(
-        "fixed", FIXED, ids=lambda fixed: " ".join(map(str, fixed.values())))
+        "fixed", FIXED, ids=lambda fixed: " ".join(map(str, fixed.values()))
+    )
     return lambda test: each(given(data=st.data())(settings(max_examples=examples(count))(test)))
 
 
 def drawn_layer(fixed, data, **more):
     """A layer as if trained, and its definition: statistics differ from their initial values, and
     some steps of Titans are too large."""
-    torch.manual_seed(SEED)                     # a case must not depend on the cases before it
+    torch.manual_seed(SEED)  # a case must not depend on the cases before it
     choices = data.draw(recipes(fixed | data.draw(SHAPES), ARGS))
     depth, progress = data.draw(st.integers(0, 1)), data.draw(st.sampled_from((0.3, 0.9)))
     module = layer(**choices, **more, depth=depth, progress=progress)
@@ -73,8 +106,10 @@ def drawn_inputs(module, call):
     if not attention:
         return [q, k, v, call["gates"] * x], None
     heads, W = module.score_heads, call["W"]
-    table = [normal(*shape, stream=5) if there else None for there, shape in (
-        (W, (heads, W)), (call["tail"], (heads,)), (call["slope"], (heads,)))]
+    table = [
+        normal(*shape, stream=5) if there else None
+        for there, shape in ((W, (heads, W)), (call["tail"], (heads,)), (call["slope"], (heads,)))
+    ]
     some = any(part is not None for part in table)
     return [*shaped(call["scores"], q, k), v, x], table if some else None
 
@@ -87,7 +122,10 @@ def output_and_gradients(attend, distance, module, qkvx, table):
     def call(q, k, v, x, *leaves):
         leaves = dict(zip(parts, leaves, strict=True))
         return attend(q, k, v, x, distance(*map(leaves.get, names)) if parts else None)
-    own = [name for name, _ in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
+
+    own = [
+        name for name, _ in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))
+    ]
     found = with_gradients(call, [*qkvx, *parts.values()], scalars(module))
     of = ("o", *(f"d{name}" for name in ("q", "k", "v", "x", *parts, *own)))
     return dict(zip(of, found, strict=True))
@@ -99,8 +137,9 @@ def exact_frequencies(config, width, device):
 
 
 def agree(module, found, expected, terms, dtype=None):
-    """Values and gradients are equal up to rounding. No gradient is a gradient of 0, and a gradient that cancels still
-    has a size of 1, or that of dq and dk, which sum the same numbers. Titans adds 1e-12 to a denominator."""
+    """Values and gradients are equal up to rounding. No gradient is a gradient of 0, and a gradient
+    that cancels still has a size of 1, or that of dq and dk, which sum the same numbers. Titans
+    adds 1e-12 to a denominator."""
     for name, b in expected.items():
         if (a := found[name]) is not None or b is not None:
             a, b = (torch.zeros_like(other) if y is None else y for y, other in ((a, b), (b, a)))
@@ -111,8 +150,8 @@ def agree(module, found, expected, terms, dtype=None):
 
 
 def rounding(module, q, k, gates=1):
-    """How many roundings an output sums. The larger a score, the more its rounding moves weights, and the larger the
-    gates, the more does that of their logarithms' sums."""
+    """How many roundings an output sums. The larger a score, the more its rounding moves weights,
+    and the larger the gates, the more does that of their logarithms' sums."""
     if module.config.mixer != "attention":
         return 64 * k.shape[2] * gates
     return 64 * (1 + module.sight.scale * (q.abs().amax(-1).max() * k.abs().sum(-1).max()).item())
@@ -128,16 +167,22 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
 
     def exact(*args):
         return define.attend(module, *args)
-    block = call["block"] if define is reference else 16       # a mixer takes one row as a decoding step
+
+    block = call["block"] if define is reference else 16  # a mixer takes one row as a decoding step
     with mock.patch.object(kernels, "BLOCK", block), mock.patch.object(focus, "ROWS", 16):
         found = output_and_gradients(module.attend, Distance, module, (q, k, v, x), table)
         expected = output_and_gradients(exact, lambda *parts: parts, module, (q, k, v, x), table)
         agree(module, found, expected, terms)
-        with torch.no_grad():                   # there Focus uses torch's fused kernel, in float32
+        with torch.no_grad():  # there Focus uses torch's fused kernel, in float32
             o = module.attend(q, k, v, x, parts)
-            agree(module, {"o": o}, {"o": expected["o"]}, terms,
-                  torch.float32 if module.config.mixer == "focus" else None)
-            if module.has_weights:              # otherwise weights_of has derivatives
+            agree(
+                module,
+                {"o": o},
+                {"o": expected["o"]},
+                terms,
+                torch.float32 if module.config.mixer == "focus" else None,
+            )
+            if module.has_weights:  # otherwise weights_of has derivatives
                 w = {"w": define.weights(module, q, k, x, *([table] if table else []))}
                 agree(module, {"w": module.weights_of(q, k, x, parts)}, w, terms)
             if module.config.diff != "none":
@@ -149,20 +194,24 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
 def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, data):
     """From x to all gradients, with projections and positions; no row's gradient is of a later
     token. Decoding gives the same if a copy of the cache then reads other tokens."""
-    module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)       # for training alone
+    module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)  # for training alone
     assert module.causal == (fixed["attn"] != "routing" and module.config.balance != "sinkhorn")
-    T = data.draw(st.just(150) if "pos" in fixed else LENGTHS)                  # beyond T5's buckets
+    T = data.draw(st.just(150) if "pos" in fixed else LENGTHS)  # beyond T5's buckets
     x = normal(2, T, module.config.n_embd)
     names, parameters = zip(*module.named_parameters(), strict=True)
-    with (mock.patch("axes.positions.rope_frequencies", exact_frequencies),
-          mock.patch.object(kernels, "BLOCK", 16), mock.patch.object(focus, "ROWS", 16)):
+    with (
+        mock.patch("axes.positions.rope_frequencies", exact_frequencies),
+        mock.patch.object(kernels, "BLOCK", 16),
+        mock.patch.object(focus, "ROWS", 16),
+    ):
         found, expected = (
             dict(zip(("o", "dx", *names), with_gradients(form, [x], parameters), strict=True))
-            for form in (module, lambda x: define.layer(module, x)))
-        agree(module, found, expected, 1000 * T)        # lssar raises to the power 15
+            for form in (module, lambda x: define.layer(module, x))
+        )
+        agree(module, found, expected, 1000 * T)  # lssar raises to the power 15
         if module.causal:
             t, x = data.draw(st.integers(1, T)), x.requires_grad_()
-            gradient, = torch.autograd.grad(module(x)[:, :t].square().sum(), x)
+            (gradient,) = torch.autograd.grad(module(x)[:, :t].square().sum(), x)
             assert not gradient[:, t:].any()
         if module.cached:
             past, steps, x = {}, [], x.detach()

@@ -1,4 +1,6 @@
-"""eval.py routers: every form of a Focus run compared with full attention, and sweeps over its knobs."""
+"""eval.py routers: every form of a Focus run compared with full attention, and sweeps over its
+knobs."""
+
 import pytest
 import torch
 from bounds import close, same
@@ -16,31 +18,63 @@ def base(tmp_path_factory, data):
 
 
 def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--init_from={base}", "--attn=focus",
-               "--train_only=focus", "--window=4", "--max_iters=3", "--eval_iters=1", "--batch_size=2", "--device=cpu")
-    found = evaluate("routers", f"--out_dir={tmp_path}", "--lengths=16,32", "--k=1,4", "--windows=3", "--repeats=1",
-                     f"--png={tmp_path / 'forms.png'}")
+    train_here(
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        f"--init_from={base}",
+        "--attn=focus",
+        "--train_only=focus",
+        "--window=4",
+        "--max_iters=3",
+        "--eval_iters=1",
+        "--batch_size=2",
+        "--device=cpu",
+    )
+    found = evaluate(
+        "routers",
+        f"--out_dir={tmp_path}",
+        "--lengths=16,32",
+        "--k=1,4",
+        "--windows=3",
+        "--repeats=1",
+        f"--png={tmp_path / 'forms.png'}",
+    )
     for part, length in zip(found["lengths"], (16, 32), strict=True):
         forms = part["forms"]
         assert part["length"] == length and list(forms) == ["full", "window", "soft", "k=1", "k=4"]
         close(forms["k=4"]["loss"], forms["full"]["loss"], terms=4, dtype=torch.float32)
         assert forms["k=1"]["kept"] < forms["k=4"]["kept"] == 1 == forms["full"]["speed"]
     near = f"--window={found['window']}"
-    for form, *flags in (("k=1", f"--out_dir={tmp_path}", "--topk=1"), ("full", f"--out_dir={base}"),
-                         ("window", f"--out_dir={base}", "--attn=window", near)):
+    for form, *flags in (
+        ("k=1", f"--out_dir={tmp_path}", "--topk=1"),
+        ("full", f"--out_dir={base}"),
+        ("window", f"--out_dir={base}", "--attn=window", near),
+    ):
         alone = evaluate("loss", *flags, "--length=32", "--windows=3")
-        close(found["lengths"][1]["forms"][form]["loss"], alone["loss"], terms=4, dtype=torch.float32)
+        close(
+            found["lengths"][1]["forms"][form]["loss"], alone["loss"], terms=4, dtype=torch.float32
+        )
     assert (tmp_path / "forms.png").exists()
 
 
-def test_a_sweep_trains_missing_routers_on_the_base(base, trainings, evaluate, tmp_path, monkeypatch):
+def test_a_sweep_trains_missing_routers_on_the_base(
+    base, trainings, evaluate, tmp_path, monkeypatch
+):
     monkeypatch.setitem(routers.SWEEPS, "groups", ("3", "8"))
-    flags = (f"--out_dir={base}", "--sweep=groups", "--steps=2", "--windows=3", "--repeats=1",
-             "--train_args=--batch_size=2 --eval_iters=1", f"--png={tmp_path / 'sweep.png'}")
+    flags = (
+        f"--out_dir={base}",
+        "--sweep=groups",
+        "--steps=2",
+        "--windows=3",
+        "--repeats=1",
+        "--train_args=--batch_size=2 --eval_iters=1",
+        f"--png={tmp_path / 'sweep.png'}",
+    )
     three, eight = found = evaluate("routers", *flags)["sweep"]["groups"]
-    assert eight["parameters"] - three["parameters"] == 5 * 16          # five centroids more
-    same(three["full"], eight["full"])          # the base is not trained
+    assert eight["parameters"] - three["parameters"] == 5 * 16  # five centroids more
+    same(three["full"], eight["full"])  # the base is not trained
     made = meta(base.with_name("base-focus-groups-3"))
     assert 0 < three["dominance"] <= 1 and made["knobs"]["balance"] == "sinkhorn"
-    assert evaluate("routers", *flags)["sweep"]["groups"] == found and len(trainings) == 2              # both exist
+    # both exist
+    assert evaluate("routers", *flags)["sweep"]["groups"] == found and len(trainings) == 2
     assert (tmp_path / "sweep.png").exists()

@@ -1,4 +1,5 @@
 """common/runs.py: earlier runs are kept, a full disk loses nothing, one run a folder."""
+
 import contextlib
 import multiprocessing
 import os
@@ -19,35 +20,62 @@ from common import files
 from common.runs import Run, read_run
 
 MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
-GONE, HERE = 1 << 22, socket.gethostname()      # no process has this id
+GONE, HERE = 1 << 22, socket.gethostname()  # no process has this id
 
 
-@given(st.dictionaries(st.tuples(st.sampled_from([*FILES, "tokenizer.json", "lock", "bashrc", "old.ckpt.pt"]),
-                                 st.sampled_from([GONE, os.getppid(), 1 << 70, "x"])),
-                       st.sampled_from(["file", "folder", "link"]), max_size=9))
-def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(tmp_path_factory, left):
+@given(
+    st.dictionaries(
+        st.tuples(
+            st.sampled_from([*FILES, "tokenizer.json", "lock", "bashrc", "old.ckpt.pt"]),
+            st.sampled_from([GONE, os.getppid(), 1 << 70, "x"]),
+        ),
+        st.sampled_from(["file", "folder", "link"]),
+        max_size=9,
+    )
+)
+def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(
+    tmp_path_factory, left
+):
     folder, kept = tmp_path_factory.mktemp("run"), {"log.csv", "meta.json", "target"}
     (folder / "target").touch()
     for (name, process), kind in left.items():
         path = folder / f".{name}.{process}.tmp"
-        {"file": path.touch, "folder": path.mkdir, "link": partial(path.symlink_to, "target")}[kind]()
+        {"file": path.touch, "folder": path.mkdir, "link": partial(path.symlink_to, "target")}[
+            kind
+        ]()
         own = name in (*FILES, "tokenizer.json") and process in (GONE, 1 << 70)
         kept |= set() if own and kind == "file" else {path.name}
     Run(folder, MACHINE).begin({})
     assert {path.name for path in folder.iterdir()} == kept
 
 
-USUAL = {"rope_share": 1.0, "n_expert": 8, "n_active": 2, "expert_balance": 0.0, "optimizer": "adamw",
-         "sharded_ckpt": False}                 # in each run of an earlier version
+USUAL = {
+    "rope_share": 1.0,
+    "n_expert": 8,
+    "n_active": 2,
+    "expert_balance": 0.0,
+    "optimizer": "adamw",
+    "sharded_ckpt": False,
+}  # in each run of an earlier version
 
 
 def test_a_run_of_an_earlier_version_is_read_unless_it_has_what_is_gone(copy):
     meta = read_run(copy)[0]
     for name, value in (
-            ("attn", "fox"), ("layers", "softmax*2+fox"), ("layers", "lazy,forget=sigmoid"), ("forget", "sigmoid"),
-            ("mlp", "moe"), ("norm_place", "parallel"), ("rope_share", 0.25), ("rope_scaling", "yarn:8,4,1,8"),
-            ("optimizer", "muon"), ("sharded_ckpt", True)):
-        files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL | {name: value}})
+        ("attn", "fox"),
+        ("layers", "softmax*2+fox"),
+        ("layers", "lazy,forget=sigmoid"),
+        ("forget", "sigmoid"),
+        ("mlp", "moe"),
+        ("norm_place", "parallel"),
+        ("rope_share", 0.25),
+        ("rope_scaling", "yarn:8,4,1,8"),
+        ("optimizer", "muon"),
+        ("sharded_ckpt", True),
+    ):
+        files.write_json(
+            copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL | {name: value}}
+        )
         with pytest.raises(ValueError, match=f"was trained with {name}=.*git checkout 55b941e"):
             read_run(copy)
     files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL})
@@ -58,15 +86,22 @@ def test_a_run_of_an_earlier_version_is_read_unless_it_has_what_is_gone(copy):
 def test_a_run_follows_no_link_out_of_its_folder(name, copy, tmp_path, elastic_run, capsys):
     (tmp_path / "target/mine").mkdir(parents=True)
     (copy / name).symlink_to(tmp_path / "target")
-    _, err = complain(train_script.main, capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9")
+    _, err = complain(
+        train_script.main, capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9"
+    )
     assert_says(f"copy/{name} is a symbolic link, .*: remove the link, or name another", err)
     assert [*(tmp_path / "target").iterdir()] == [tmp_path / "target/mine"]
     assert all((copy / file).read_bytes() == (elastic_run / file).read_bytes() for file in FILES)
 
 
-@given(st.sampled_from([GONE, 1 << 70, os.getpid(), os.getppid(), 1]), st.sampled_from([HERE, "elsewhere"]),
-       st.sampled_from(["process {} on {}", "process {}", ""]))
-def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(tmp_path_factory, process, host, form):
+@given(
+    st.sampled_from([GONE, 1 << 70, os.getpid(), os.getppid(), 1]),
+    st.sampled_from([HERE, "elsewhere"]),
+    st.sampled_from(["process {} on {}", "process {}", ""]),
+)
+def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(
+    tmp_path_factory, process, host, form
+):
     run, text = Run(tmp_path_factory.mktemp("run"), MACHINE), form.format(process, host)
     run.lock.write_text(text)
     if not text or "on" in text and host == HERE and process not in (os.getppid(), 1):
@@ -81,8 +116,13 @@ def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(tm
             pass
         assert [path.read_text() for path in run.folder.iterdir()] == [text]
         # every other rank gets the main rank's error from `share`
-        rank = SimpleNamespace(main=False, peak_flops=MACHINE.peak_flops, share=lambda _: "of the main rank")
-        with pytest.raises(ValueError, match="of the main rank"), Run(run.folder, rank).locked(rank):
+        rank = SimpleNamespace(
+            main=False, peak_flops=MACHINE.peak_flops, share=lambda _: "of the main rank"
+        )
+        with (
+            pytest.raises(ValueError, match="of the main rank"),
+            Run(run.folder, rank).locked(rank),
+        ):
             pass
 
 
@@ -116,19 +156,24 @@ def test_of_runs_that_begin_together_one_has_the_lock(stale, tmp_path):
 
 
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 12), st.integers(0, 300))
-def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped(tmp_path_factory, columns, last, cut):
+def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped(
+    tmp_path_factory, columns, last, cut
+):
     """Row n has its own number of columns: 7 is right."""
     run = Run(tmp_path_factory.mktemp("run"), MACHINE)
     rows = [[str(n), *["12.5"] * (count - 1)] for n, count in enumerate(columns, 9)]
     text = "".join(",".join(row) + "\n" for row in [run.columns, *rows])
-    run.log_csv.write_text(text := text[:len(text) - cut])
-    whole = rows[:max(0, text.count("\n") - 1)]
-    assert run.rows_until(9 + last) == [row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last]
+    run.log_csv.write_text(text := text[: len(text) - cut])
+    whole = rows[: max(0, text.count("\n") - 1)]
+    assert run.rows_until(9 + last) == [
+        row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last
+    ]
 
 
 @contextlib.contextmanager
 def small_disk(limit):
-    """Limit every file of this process. 20 kB are enough for a log but not for a checkpoint, 500 bytes for neither."""
+    """Limit every file of this process. 20 kB are enough for a log but not for a checkpoint, 500
+    bytes for neither."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -138,24 +183,34 @@ def small_disk(limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("limit, says", [
-    (20000, "step 12.*checkpoint of step 8 is still there"), (500, "copy at step 8")])
-def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_can_go_on(limit, says, copy, elastic_run, capsys):
+@pytest.mark.parametrize(
+    "limit, says",
+    [(20000, "step 12.*checkpoint of step 8 is still there"), (500, "copy at step 8")],
+)
+def test_a_full_disk_keeps_the_last_checkpoint_and_the_run_can_go_on(
+    limit, says, copy, elastic_run, capsys
+):
     flags = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=12")
     with small_disk(limit):
         train_script.main([*flags])
     assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes()
     assert sorted(p.name for p in copy.iterdir()) == sorted(FILES)
-    line = capsys.readouterr().err.rstrip("\n").splitlines()[-1]        # the lines before are the progress bar
-    assert_says(f"{says}.*(space|resume)", line)                        # what is safe, and what to do
+    # the lines before are the progress bar
+    line = capsys.readouterr().err.rstrip("\n").splitlines()[-1]
+    assert_says(f"{says}.*(space|resume)", line)  # what is safe, and what to do
     train_here(*flags)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 13)]
 
 
 def test_a_full_disk_leaves_no_half_data_set(tmp_path, monkeypatch, capsys):
     script = str(ROOT / "data/stdlib.py")
-    monkeypatch.setattr(sys, "argv", [script, f"--source={ROOT / 'evals'}", f"--out_dir={tmp_path}"])
+    monkeypatch.setattr(
+        sys, "argv", [script, f"--source={ROOT / 'evals'}", f"--out_dir={tmp_path}"]
+    )
     with small_disk(20000):
         runpy.run_path(script, run_name="__main__")
-    assert_says("stdlib.py: error: .*train.bin could not be written .*free some space", capsys.readouterr().err)
+    assert_says(
+        "stdlib.py: error: .*train.bin could not be written .*free some space",
+        capsys.readouterr().err,
+    )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,5 @@
 """eval.py sample: text that depends on the seed and the prompt."""
+
 import shutil
 
 import pytest
@@ -16,9 +17,12 @@ def sample(evaluate):
 
 
 def test_a_sample_depends_on_its_seed_and_prompt(sample, elastic_run, data):
-    texts = [sample(elastic_run, "--tokens=12", "--prompt=the quick", f"--seed={seed}")[0] for seed in (1, 1, 2)]
+    texts = [
+        sample(elastic_run, "--tokens=12", "--prompt=the quick", f"--seed={seed}")[0]
+        for seed in (1, 1, 2)
+    ]
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the quick")
-    first = chr((data / "val.bin").read_bytes()[1024])                  # of the held-out data
+    first = chr((data / "val.bin").read_bytes()[1024])  # of the held-out data
     assert sample(elastic_run, "--tokens=2")[0].startswith(first)
 
 
@@ -35,8 +39,9 @@ def test_a_text_stops_at_an_end_token_and_marks_in_a_prompt_are_text(toy_run, tm
     stored["knobs"]["dataset"] = "/nowhere"
     for ends, shown in ([], text), ([text[end]], text[:end]):
         files.write_json(folder / "meta.json", stored | {"ends": ends})
-        found = sample(folder, "--temperature=0", "--tokens=9", "--samples=2",
-                       "--prompt=the <|im_end|>\n")
+        found = sample(
+            folder, "--temperature=0", "--tokens=9", "--samples=2", "--prompt=the <|im_end|>\n"
+        )
         assert found == [coder.decode(shown)] * 2
-    text, = sample(folder, "--tokens=12", "--prompt=")
+    (text,) = sample(folder, "--tokens=12", "--prompt=")
     assert text and "<|end|>" not in text

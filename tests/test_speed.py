@@ -1,4 +1,6 @@
-"""eval.py speed: training steps, memory, the fused kernels alone, sparse Focus, decoding steps, live tiles."""
+"""eval.py speed: training steps, memory, the fused kernels alone, sparse Focus, decoding steps,
+live tiles."""
+
 import json
 
 import pytest
@@ -20,11 +22,22 @@ def speed(evaluate):
 def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed, tmp_path):
     """Eight times as many tokens take eight times the memory. If it were quadratic, they would take
     64 times."""
-    found = speed("--attn=elastic,deltanet", f"--out={tmp_path / 'speed.json'}", "--n_layer=1",
-                  "--n_embd=16", "--tokens=32", "--lengths=16,32", "--memory=256,2048")
+    found = speed(
+        "--attn=elastic,deltanet",
+        f"--out={tmp_path / 'speed.json'}",
+        "--n_layer=1",
+        "--n_embd=16",
+        "--tokens=32",
+        "--lengths=16,32",
+        "--memory=256,2048",
+    )
     for rows in found["lengths"].values():
         assert set(rows) == {"softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
-        assert all(row[name] > 0 for row in rows.values() for name in ("tokens_per_s", "step", "forward", "both"))
+        assert all(
+            row[name] > 0
+            for row in rows.values()
+            for name in ("tokens_per_s", "step", "forward", "both")
+        )
     assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
     for row in found["memory_mb"].values():
         below(row["2048"], 20 * row["256"])
@@ -33,7 +46,9 @@ def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [("softmax", "tda"), pytest.param((), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "names", [("softmax", "tda"), pytest.param((), marks=pytest.mark.exhaustive)]
+)
 def test_the_kernels_are_timed_and_missing_ones_are_reported(names, speed, monkeypatch):
     rules = {axes["rule"] for axes in ATTENTIONS.values() if "mixer" not in axes}
     assert set(kernel_speed.PRODUCTS) == rules | {"tda"}
@@ -52,17 +67,24 @@ def test_sparse_focus_is_timed(speed):
 
 
 def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
-    """A key and its value take 1024 bytes: float32, two heads of width 64. The step adds a token to the cache."""
+    """A key and its value take 1024 bytes: float32, two heads of width 64. The step adds a token to
+    the cache."""
     few, many = speed("--decode", "--attn=all", "--lengths=40,256")["lengths"].values()
     assert {"lazy", "titans"} <= few.keys() and "routing" not in few
-    assert all(number > 0 for rows in (few, many) for row in rows.values() for number in row.values())
+    assert all(
+        number > 0 for rows in (few, many) for row in rows.values() for number in row.values()
+    )
     token = 2 * 2 * 64 * 4
     expected = {
-        "softmax": 257 * token, "window": 128 * token, "streaming": 132 * token, "retnet": 2 * 64 * 64 * 4,
-        "focus": 257 * token + 257 * 4 * 4,     # and the shares of four groups
+        "softmax": 257 * token,
+        "window": 128 * token,
+        "streaming": 132 * token,
+        "retnet": 2 * 64 * 64 * 4,
+        "focus": 257 * token + 257 * 4 * 4,  # and the shares of four groups
         "topk": 257 * token // 2 + 32 * token,
-        "sparq": 257 * token // 8 + 32 * token,                         # a quarter of the keys' components
-        "quest": 16 * token + 17 * token}       # 16 bounds; a whole page, and one of one key
+        "sparq": 257 * token // 8 + 32 * token,  # a quarter of the keys' components
+        "quest": 16 * token + 17 * token,
+    }  # 16 bounds; a whole page, and one of one key
     assert {name: many[name]["bytes"] for name in expected} == expected
     assert few["softmax"]["bytes"] == 41 * token
     assert 128 * token < many["focus (1 of 4 groups)"]["bytes"] < many["focus"]["bytes"]
@@ -70,8 +92,16 @@ def test_decoding_steps_are_timed_and_their_bytes_counted(speed):
 
 
 def test_live_tiles_of_a_trained_run_are_printed_and_hold_a_weight(elastic_run, capsys):
-    eval_script.main(["speed", "--live", "--dtype=float32", f"--out_dir={elastic_run}",
-                      "--lengths=16", "--device=cpu"])
+    eval_script.main(
+        [
+            "speed",
+            "--live",
+            "--dtype=float32",
+            f"--out_dir={elastic_run}",
+            "--lengths=16",
+            "--device=cpu",
+        ]
+    )
     assert "T=16: tiles of 64 rows and keys" in capsys.readouterr().out
     # only keys 0..63 have weights: each row of tiles has one to three, and one of them is live
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)

@@ -1,4 +1,6 @@
-"""evals/stream.py, the residual stream: known hidden states, and those of models against plain hooks in float64."""
+"""evals/stream.py, the residual stream: known hidden states, and those of models against plain
+hooks in float64."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +18,14 @@ from model import GPT
 
 @st.composite
 def hidden_states(draw):
-    """States (B, ahead + T, C), in which some tokens and channels are massive, and how many tokens are ahead."""
+    """States (B, ahead + T, C), in which some tokens and channels are massive, and how many tokens
+    are ahead."""
     B, T, C, ahead = (draw(st.integers(*ends)) for ends in ((1, 4), (2, 40), (1, 20), (0, 1)))
     h = torch.randn(B, ahead + T, C, generator=dice(draw(st.integers(0, 999))))
     h[:, draw(st.integers(0, ahead + T - 1))] *= draw(st.sampled_from([1, 30]))
-    h[0, draw(st.integers(0, ahead + T - 1)), draw(st.integers(0, C - 1))] += draw(st.sampled_from([0, -500]))
+    h[0, draw(st.integers(0, ahead + T - 1)), draw(st.integers(0, C - 1))] += draw(
+        st.sampled_from([0, -500])
+    )
     return h, ahead
 
 
@@ -30,22 +35,32 @@ def test_a_stream_equals_its_definition_sequence_by_sequence(drawn, batch_size):
     stream, rows = Stream(), []
     for part in h.split(batch_size):
         stream.see_hidden(part, ahead)
-    for one in h.double():                      # (ahead + T, C)
+    for one in h.double():  # (ahead + T, C)
         norm, real = one.norm(dim=-1), one[ahead:]
         at = int(norm.argmax())
-        rows.append({"massive": norm[ahead] / norm[ahead + 1:].mean(), "at": at - ahead, "carrier": one[at],
-                     "largest": norm[at] / torch.cat([norm[:at], norm[at + 1:]]).mean(),
-                     "spread": (real - real[0]).norm(dim=-1).max() / norm[ahead:].mean(),
-                     "median": one.float().abs().median().double(), "norm": norm[ahead:],
-                     "var": ((real - real.mean(-1, keepdim=True)) ** 2).mean(-1)})
+        rows.append(
+            {
+                "massive": norm[ahead] / norm[ahead + 1 :].mean(),
+                "at": at - ahead,
+                "carrier": one[at],
+                "largest": norm[at] / torch.cat([norm[:at], norm[at + 1 :]]).mean(),
+                "spread": (real - real[0]).norm(dim=-1).max() / norm[ahead:].mean(),
+                "median": one.float().abs().median().double(),
+                "norm": norm[ahead:],
+                "var": ((real - real.mean(-1, keepdim=True)) ** 2).mean(-1),
+            }
+        )
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
     found, places = stream.result(), [row["at"] for row in rows]
-    assert places.count(found["at"]) == max(map(places.count, places)) == found["at_share"] * len(rows)
+    assert (
+        places.count(found["at"]) == max(map(places.count, places)) == found["at_share"] * len(rows)
+    )
 
     def check(values, expected, size):
         close(values, expected, terms=64, size=size.item(), dtype=torch.float32)
 
-    for name in ("massive", "largest", "spread", "median"):             # largest: a difference of norms in its divisor
+    # largest: a difference of norms in its divisor
+    for name in ("massive", "largest", "spread", "median"):
         size = max(row[name] for row in rows)
         check(found[name], mean[name], size * size.clamp(min=1) if name == "largest" else size)
     for kind in ("norm", "var"):
@@ -62,20 +77,33 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
     first = torch.tensor([1.0, 0, 0, 0])
     q, k = 2 * first.repeat(1, 2, 6, 1), -3 * first.repeat(1, 2, 6, 1)
     k[:, :, 0] = 0.5 * first
-    q[:, :, 0] = 7                              # the first query is not one of the later queries
+    q[:, :, 0] = 7  # the first query is not one of the later queries
     stream = Stream()
     stream.see_hidden(torch.ones(1, 6, 8), 0)
-    plain = SimpleNamespace(ahead=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x)
+    plain = SimpleNamespace(
+        ahead=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x
+    )
     stream.see(plain, q, k, torch.ones(1, 2, 6, 4), torch.ones(1, 6, 8))
-    expected = {"cos_qk": 1, "cos_kk": -1, "query_norm": [14, 2], "key_norm": [0.5, 3], "value_norm": [2, 2],
-                "key_var": [0.25 * 3 / 16, 9 * 3 / 16]}
-    close({name: stream.result()[name] for name in expected}, expected, terms=4, dtype=torch.float32)
+    expected = {
+        "cos_qk": 1,
+        "cos_kk": -1,
+        "query_norm": [14, 2],
+        "key_norm": [0.5, 3],
+        "value_norm": [2, 2],
+        "key_var": [0.25 * 3 / 16, 9 * 3 / 16],
+    }
+    close(
+        {name: stream.result()[name] for name in expected}, expected, terms=4, dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("pos, norm_place", [("learned", "pre"), ("rope", "out")])
 @torch.no_grad()
 def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
-    gpt, streams = GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval(), [Stream() for _ in range(4)]
+    gpt, streams = (
+        GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval(),
+        [Stream() for _ in range(4)],
+    )
     entering, after_norm = [], []
     for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
         module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
@@ -90,7 +118,9 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
         gpt(token_ids(3, 16))
     found = [stream.result()["positions"] for stream in streams]
     for name, inputs, places in (
-            ("hidden_norm", entering, found), ("input_norm", after_norm, found[:3])):
+        ("hidden_norm", entering, found),
+        ("input_norm", after_norm, found[:3]),
+    ):
         for place, x in zip(places, inputs, strict=True):
             close(torch.tensor(place[name]), x.norm(dim=-1).mean(0), terms=16, dtype=torch.float32)
     assert list(found[-1]) == ["hidden_norm", "hidden_var"]

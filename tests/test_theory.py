@@ -1,4 +1,5 @@
 """eval.py theory: a verdict changes if the condition of its statement is broken."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from evals import theory
 from mixers import focus
 
 OVERLAP_COUNTED_TWICE = {"same group": 1, "near": 1}
-CASES = {                                       # {statement: (its verdict, what breaks it)}
+CASES = {  # {statement: (its verdict, what breaks it)}
     "one view": ("holds", {"beta": 0.5}),
     "two views": ("holds", {"beta": 0.5}),
     "TRA is focused": ("holds", {"beta": 0.5}),
@@ -31,7 +32,7 @@ CASES = {                                       # {statement: (its verdict, what
 
 @pytest.mark.parametrize("name", theory.STATEMENTS)
 @settings(max_examples=3)
-@given(seed=st.integers(0, 2 ** 32))
+@given(seed=st.integers(0, 2**32))
 def test_a_verdict_changes_if_the_condition_of_its_statement_is_broken(name, seed):
     statement, (expected, broken) = theory.STATEMENTS[name], CASES[name]
     verdicts = []
@@ -44,7 +45,8 @@ def test_a_verdict_changes_if_the_condition_of_its_statement_is_broken(name, see
 def test_the_command_prints_a_line_for_each_statement():
     found, said = theory.command(SimpleNamespace(seed=1337))
     assert {name: row["verdict"] for name, row in found["statements"].items()} == {
-        name: expected for name, (expected, _) in CASES.items()}
+        name: expected for name, (expected, _) in CASES.items()
+    }
     for name, row in found["statements"].items():
         assert f"{row['number']:.3g}" in said and row["meaning"] in said
         assert theory.verdict(theory.STATEMENTS[name], float("nan")) == "fails"

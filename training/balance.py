@@ -1,8 +1,9 @@
 """The loss that balances heads (--head_balance).
 
-The head-balancing loss of The Attention Sink as Native MoE makes heads equally important. The importance of a head is 1
-minus the weight that it puts on a sink, or the mean of its gate (eq. 8).
+The head-balancing loss of The Attention Sink as Native MoE makes heads equally important. The
+importance of a head is 1 minus the weight that it puts on a sink, or the mean of its gate (eq. 8).
 """
+
 import math
 
 import torch
@@ -11,11 +12,12 @@ from axes.rows import SINKS
 
 
 def losses(model, x, y, knobs, machine, starts=None):
-    """The model's own loss on a micro-batch, packed or not, and its head-balancing loss: 0 without --head_balance."""
+    """The model's own loss on a micro-batch, packed or not, and its head-balancing loss: 0 without
+    --head_balance."""
     if not knobs.head_balance:
         return model(x, y, starts=starts)[1], torch.zeros((), device=x.device)
     _, loss, importance = model(x, y, importance=True, starts=starts)
-    importance = machine.mean(importance)       # (layers, heads), over the micro-batches of all ranks
+    importance = machine.mean(importance)  # (layers, heads), over the micro-batches of all ranks
     if knobs.balance_form == "routed":
         importance = routed(importance, knobs.balance_skip, knobs.balance_shared)
     return loss, knobs.head_balance * imbalance(importance)
@@ -24,40 +26,52 @@ def losses(model, x, y, knobs, machine, starts=None):
 def routed(importance, skip, shared):
     """The importance (n,) of the heads that eq. 9 balances, out of all (layers, heads).
 
-    It leaves out the first `skip` layers, which attend to everything. Of the remaining heads it leaves out the fraction
-    `shared` with the highest importance, the "shared experts"."""
+    It leaves out the first `skip` layers, which attend to everything. Of the remaining heads it
+    leaves out the fraction `shared` with the highest importance, the "shared experts"."""
     rest = importance[skip:].flatten().sort().values
-    return rest[:len(rest) - math.ceil(shared * len(rest) - 1e-9)]
+    return rest[: len(rest) - math.ceil(shared * len(rest) - 1e-9)]
 
 
 def imbalance(importance):
-    """n CV^2 of the importance of n heads (eq. 8): 0 if all are equal. CV is standard deviation over mean.
+    """n CV^2 of the importance of n heads (eq. 8): 0 if all are equal. CV is standard deviation
+    over mean.
 
-    The paper does not say which standard deviation. This one divides the squares by n; dividing by n - 1 would multiply
-    the loss by n / (n - 1)."""
-    mean, noise = importance.mean(), torch.finfo(importance.dtype).eps  # an importance is 1 minus a weight near 1
-    return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(correction=0)
+    The paper does not say which standard deviation. This one divides the squares by n; dividing by
+    n - 1 would multiply the loss by n / (n - 1)."""
+    # an importance is 1 minus a weight near 1
+    mean, noise = importance.mean(), torch.finfo(importance.dtype).eps
+    return importance.numel() * (importance / torch.where(mean > noise, mean, noise)).var(
+        correction=0
+    )
 
 
 def check_balance(knobs, config):
     """Raise ValueError if --head_balance is given without two heads to balance."""
     if not knobs.head_balance:
         return
-    for kind in config.kinds:                   # which heads have an importance: see Attention.importance_of_heads
+    for kind in config.kinds:  # which heads have an importance: see Attention.importance_of_heads
         gated = kind.mixer == "attention" and kind.gate != "none"
-        if not gated and (kind.mixer != "attention" or kind.rule != "softmax" or kind.diff != "none"):
-            raise ValueError(f"--head_balance balances gates, or sinks of one view of softmax, and --attn={kind.attn} "
-                             "has neither: choose such a recipe, or add --gate=head or --gate=element")
+        if not gated and (
+            kind.mixer != "attention" or kind.rule != "softmax" or kind.diff != "none"
+        ):
+            raise ValueError(
+                f"--head_balance balances gates, or sinks of one view of softmax, and --attn={kind.attn} "
+                "has neither: choose such a recipe, or add --gate=head or --gate=element"
+            )
         hidden = kind.window and not kind.first or knobs.docs
         if not gated and hidden and SINKS[kind.sink].score is None:
-            raise ValueError("--head_balance balances the sink on a sequence's first token, which is out of sight with "
-                             "--docs or beyond --window: add --first=1, a --sink or a --gate, or leave out --docs")
+            raise ValueError(
+                "--head_balance balances the sink on a sequence's first token, which is out of sight with "
+                "--docs or beyond --window: add --first=1, a --sink or a --gate, or leave out --docs"
+            )
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
         heads = routed(heads, knobs.balance_skip, knobs.balance_shared)
     elif knobs.balance_skip:
         raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
     if heads.numel() < 2:
-        raise ValueError(f"--head_balance={knobs.head_balance} takes two heads, and --balance_skip="
-                         f"{knobs.balance_skip} --balance_shared={knobs.balance_shared} leave {heads.numel()} of "
-                         f"{config.n_layer} x {config.n_head} heads: exclude fewer, or raise --n_head or --n_layer")
+        raise ValueError(
+            f"--head_balance={knobs.head_balance} takes two heads, and --balance_skip="
+            f"{knobs.balance_skip} --balance_shared={knobs.balance_shared} leave {heads.numel()} of "
+            f"{config.n_layer} x {config.n_head} heads: exclude fewer, or raise --n_head or --n_layer"
+        )

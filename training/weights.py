@@ -1,5 +1,6 @@
 """The weights of a run: trained in part (--train_only), begun from another run's (--init_from=RUN)
 or from its own last checkpoint (--init_from=resume), and split over ranks (--shard)."""
+
 from pathlib import Path
 
 import torch
@@ -8,7 +9,14 @@ from torch.nn import functional as F
 
 from common.flags import fields_of
 from common.runs import (
-    frozen, load_weights, on_base, read_checkpoint, read_run, read_weights, what_is_new)
+    frozen,
+    load_weights,
+    on_base,
+    read_checkpoint,
+    read_run,
+    read_weights,
+    what_is_new,
+)
 from model import GPTConfig, generator_of
 
 # ----------------------------------------------------------------------------------------- adapters
@@ -47,8 +55,10 @@ def train_only(model, knobs):
     if part == "all":
         return
     if part == "lora" and model.config.bias_of != "all":
-        raise ValueError("--train_only=lora cannot be combined with "
-                         f"--bias_of={model.config.bias_of}: leave out one")
+        raise ValueError(
+            "--train_only=lora cannot be combined with "
+            f"--bias_of={model.config.bias_of}: leave out one"
+        )
     for layer, block in enumerate(blocks):
         for name in PROJECTIONS[knobs.lora_on] if part == "lora" else ():
             generator = generator_of(knobs.seed, f"transformer.h.{layer}.attn.{name}.lora_a")
@@ -58,9 +68,11 @@ def train_only(model, knobs):
         added = any(inside in block.attn.added for block in blocks)
         p.requires_grad_(".lora_" in inside if part == "lora" else added)
     if not num_trained(model):
-        raise ValueError(f"--attn={model.config.attn} adds nothing to plain attention that "
-                         f"--train_only={part} could train: use --attn={part}, or "
-                         "--train_only=lora")
+        raise ValueError(
+            f"--attn={model.config.attn} adds nothing to plain attention that "
+            f"--train_only={part} could train: use --attn={part}, or "
+            "--train_only=lora"
+        )
 
 
 def num_trained(model):
@@ -78,12 +90,16 @@ def take_weights(model, path, run, machine):
     Raises ValueError if `run`, the new run, would overwrite that run, or if such a weight would
     never be trained."""
     if run.checkpoint.resolve() == Path(path).resolve():
-        raise ValueError(f"--init_from and --out_dir both name {run.folder}: name another "
-                         "--out_dir for the new run")
+        raise ValueError(
+            f"--init_from and --out_dir both name {run.folder}: name another "
+            "--out_dir for the new run"
+        )
     added = model.additions_to(GPTConfig(**fields_of(GPTConfig, read_run(path)[0]["knobs"])))
     if untrained := [name for name in added if name in frozen(model)]:
-        raise ValueError(f"{untrained[0]} is not in {path}, and --train_only does not train it, so "
-                         "it would stay at its initial value: leave out the flags that add it")
+        raise ValueError(
+            f"{untrained[0]} is not in {path}, and --train_only does not train it, so "
+            "it would stay at its initial value: leave out the flags that add it"
+        )
     load_weights(model, read_weights(path), path, added)
     if added and machine.main:
         print(what_is_new(added, path))
@@ -114,21 +130,24 @@ def load_optimizer(optimizer, stored):
             fits = fits and {name: x.shape for name, x in averages.items()} == shapes
             if fits:
                 state[i] = {name: copy_like(p, x) for name, x in averages.items()}
-    except (TypeError, KeyError, AttributeError, RuntimeError):         # not even dense tensors
+    except (TypeError, KeyError, AttributeError, RuntimeError):  # not even dense tensors
         fits = False
     if not fits:
-        raise ValueError("the checkpoint's optimizer state does not fit the model: it is damaged. "
-                         "Start a new run from its weights: name its folder with --init_from and "
-                         "another one with --out_dir")
+        raise ValueError(
+            "the checkpoint's optimizer state does not fit the model: it is damaged. "
+            "Start a new run from its weights: name its folder with --init_from and "
+            "another one with --out_dir"
+        )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def copy_like(p, x):
     """A copy of the tensor x, split over the ranks if the parameter p is."""
     x = torch.zeros(x.shape).copy_(x)
-    if not hasattr(p, "placements") or not x.dim():        # each rank has the whole number of steps
+    if not hasattr(p, "placements") or not x.dim():  # each rank has the whole number of steps
         return x
     from torch.distributed.tensor import distribute_tensor
+
     x = x.to(p.device)
     return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None).clone()
 
@@ -144,13 +163,14 @@ def shard(model, machine):
     to 16 bits, also norms, gates, thresholds and decay rates, which autocast leaves in float32."""
     from torch.distributed.device_mesh import init_device_mesh  # these imports take a second
     from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(machine.device.type, (machine.world,))
     blocks = list(model.transformer.h)
     weights = [p for block in blocks for p in block.parameters()]
     # a weight that several blocks share, such as T5's table, must be gathered once for all of them
     for group in blocks if len(weights) == len(set(weights)) else [blocks]:
         fully_shard(group, mesh=mesh)
-    fully_shard(model, mesh=mesh)               # embeddings and the last norm
+    fully_shard(model, mesh=mesh)  # embeddings and the last norm
 
 
 def is_sharded(model):
