@@ -29,10 +29,9 @@ from torch.nn import functional as F
 
 import kernels
 from axes import options, rows
-from axes.base import Choice, Constant, split_heads, wide
-from axes.layer import Layer
-from axes.positions import Distance, as_distance
-from axes.sight import visible, visible_count
+from axes.base import Choice, Constant, split_heads
+from axes.layer import Layer, triton_obstacles
+from axes.positions import Distance, rotate
 from common.flags import layers_of
 from kernels import (
     BINARY,
@@ -45,6 +44,9 @@ from kernels import (
     logistic,
     real_power,
     tl,
+    visible,
+    visible_count,
+    wide,
 )
 
 # ----------------------------------------------------------------------------------- what a rule is
@@ -895,7 +897,7 @@ AXES = {"rule": RULES} | options.AXES
 
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
-    mixers share (heads_of, projected, featured, finished, output) is in axes/layer.py."""
+    mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
 
     axes, numbers = AXES, options.NUMBERS
 
@@ -904,61 +906,79 @@ class Attention(Layer):
         self.power = None
         if self.rule.power:  # a constant of the rule, such as entmax's 1 / (alpha - 1)
             self.power = self.rule.power(self.args)
-            self.rule = dataclasses.replace(
-                self.rule, weights=partial(self.rule.weights, power=self.power)
-            )
+            weights = partial(self.rule.weights, power=self.power)
+            self.rule = dataclasses.replace(self.rule, weights=weights)
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
+        self.skip_dead = True  # the kernels skip tiles without weights; False to measure the gain
 
-    def forward(self, x, past=None, turn=None):
-        """x (B, R, C) to (B, R, C). past: a dict, the KV cache. turn: RoPE's cos and sin; None:
-        made here."""
-        q, k, v = self.projected(x, past, turn)  # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
-        o = self.attend(q, k, v, x, self.distance())  # (B, heads, R, E)
+    def forward(self, x, cache=None, rope=None, starts=None, importance=None):
+        """x (B, R, C) to (B, R, C).
+
+        cache: a Cache, which the call updates. rope: from RoPE, or None: made here. starts (B, R):
+        where the documents of packed tokens begin. importance: a list, to which the call appends
+        the importance of its heads."""
+        # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
+        q, k, v = self.projected(x, cache, rope, starts)
+        mask = self.mask if starts is None else self.mask._replace(starts=starts)
+        attend = partial(self.attend, mask=mask, importance=importance)
+        if self.hook:
+            attend = partial(self.hook, attend)
+        o = attend(q, k, v, x, self.bias() if self.bias else None)  # (B, heads, R, E)
         return self.output(o)  # (B, R, C)
 
-    def attend(self, q, k, v, x, table=None, sight=None):
+    def attend(self, q, k, v, x, table=None, mask=None, importance=None):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the
         layer's input x.
 
-        table: the relative positions, a Distance, an (H, W) table, or None. sight: replaces the
-        layer's own."""
-        sight, distance = sight or self.sight, as_distance(table)
-        q, k, t, n = self.rule_inputs(q, k)  # (B, H, R, D), (B, Hk, T, D), .., (.., R)
-        mix = self.choices["diff"].mix(self, x)  # lambda of a second view, or None
+        table: the relative positions, a Distance, an (H, W) table, or None. mask: replaces the
+        layer's own. importance: as in forward."""
+        mask = mask or self.mask
+        distance = Distance(table) if isinstance(table, torch.Tensor) else table
+        q, k, t, n = self.rule_inputs(q, k, mask)  # (B, H, R, D), (B, Hk, T, D), .., (.., R)
+        mix = self.mix(x) if self.mix else None  # lambda of a second view
+        need_r = self.need_r or (importance is not None and not self.gated)
+        dropout = self.dropout if self.training else 0.0
 
         # the rule: by Triton if every position is a row (not while decoding), by torch's softmax,
         # or by the block loop
-        kernel = choose_kernel(self.config, q.device.type)
-        dropout = self.config.dropout if self.training else 0.0
-        need_r = self.need_r or (self.measures_importance and self.config.gate == "none")
-        if kernel == "triton" and q.shape[2] == k.shape[2] and sight.hidden < 0:
-            o, r = self.fused(q, k, v, t, distance, sight, mix, need_r)
-        elif kernel == "sdpa" and distance is None and sight.hidden < 0 and not need_r:
-            o, r = kernels.plain_softmax(q, k, v, sight, dropout), None
+        kernel = self.kernels.get(q.device.type) or self.kernel_on(q.device.type)
+        whole = q.shape[2] == k.shape[2] and mask.hidden < 0
+        views_subtracted = False
+        if kernel == "triton" and whole:
+            # one call computes both views, if nothing needs a row's sum and a tile can hold both
+            sums = self.rule.normalizes or self.divisor or need_r
+            views_subtracted = not (mix is None or sums) and kernels.holds_two_views(q, v)
+            o, r = self.fused(q, k, v, t, distance, mask, mix if views_subtracted else None, need_r)
+        elif kernel == "sdpa" and distance is None and mask.hidden < 0 and not need_r:
+            o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
         else:
-            o, r = kernels.block_loop(self.rule, q, k, v, t, sight, distance, need_r, dropout)
-        if self.measures_importance:  # differentiable: --head_balance trains on it
-            self.importance = self.importance_of_heads(q, k, x, r, n, distance, sight)
+            o, r = kernels.block_loop(
+                self.rule, q, k, v, t, self.scale, mask, distance, need_r, dropout
+            )
+        if importance is not None:  # differentiable: --head_balance trains on it
+            importance.append(self.importance_of_heads(q, k, x, r, n, distance, mask))
 
-        # around the rule: the row normaliser or the extra key, the second view unless the kernel
-        # has subtracted it, and what changes the output. Plain softmax has none of them
-        o = rows.normalised_output(self, o, q, r, n)  # (B, H, R, E)
-        if o.shape[1] > self.heads:
-            o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])  # (B, heads, R, E)
-        return self.finished(o, x, v)
+        # around the rule: the row normaliser or the extra key, the second view, and what changes
+        # the output. Plain softmax has none of them
+        if not views_subtracted:
+            o = rows.normalised_output(self, o, q, r, n)  # (B, H, R, E)
+            if mix is not None:
+                o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])  # (B, heads, R, E)
+        return self.postprocess(o, x, v)
 
-    def rule_inputs(self, q, k):
-        """q and k after norm, feature map and learned factor (the constant sight.scale comes
-        later); the rule's row input t (.., R, 1), or None; and n (R,), or of packs (B, 1, R), the
+    def rule_inputs(self, q, k, mask):
+        """q and k after norm, feature map and learned factor (the constant scale comes later); the
+        rule's row input t (.., R, 1), or None; and n (R,), or of packed documents (B, 1, R), the
         number of keys that each row sees."""
         i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
-        n = visible_count(i, self.sight).to(wide(q).dtype)
-        q, k = self.featured(q), self.featured(k)
+        n = visible_count(i, mask).to(wide(q).dtype)
+        if self.fixed_norm or self.feature_map:
+            q, k = self.featured(q), self.featured(k)
         if self.choices["diff"].own_keys:
             k = self.for_score_heads(k, 1)
-        if factor := self.choices["scale"].factor:
-            q = (q * factor(self, n)).to(q.dtype)
+        if self.score_factor:
+            q = (q * self.score_factor(n)).to(q.dtype)
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None:
             t = t.expand(*t.shape[:-2], n.shape[-1], 1)  # (.., R, 1)
@@ -966,90 +986,87 @@ class Attention(Layer):
                 t = t.repeat_interleave(2, -3)  # both views share their head's t
         return q, k, t, n
 
-    def fused(self, q, k, v, t, distance, sight, mix, need_r):
-        """Run the rule's Triton kernel: output (B, score heads, R, E), and the statistic or None.
-        One call computes both views and subtracts them, if the rule does not normalise, nothing
-        needs the row sum, and a tile can hold both. Then the output is (B, heads, R, E)."""
+    def fused(self, q, k, v, t, distance, mask, mix, need_r):
+        """Run the rule's Triton kernel: output (B, H, R, E), and the statistic or None. With mix,
+        lambda of the second view, one call subtracts the views: (B, heads, R, E)."""
         run = partial(
             kernels.attend,
             q=q,
             k=k,
             v=v,
             **(distance or Distance())._asdict(),
-            scale=sight.scale,
-            window=sight.window,
-            first=sight.first,
-            skip=sight.skip_dead,
-            starts=sight.starts,
+            scale=self.scale,
+            window=mask.window,
+            first=mask.first,
+            skip=self.skip_dead,
+            starts=mask.starts,
         )
         t = None if t is None else t.squeeze(-1)  # (B, H, R)
         if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
-        if not (mix is None or self.rule.normalizes or need_r) and kernels.holds_two_views(q, v):
-            return run(
-                self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix
-            )
-        o, r = run(
-            self.config.rule, t=t, power=self.power, row_sum=need_r and not self.rule.normalizes
-        )
+        if mix is not None and mix.dim():
+            mix = mix.squeeze(-1)
+        row_sum = need_r and not self.rule.normalizes
+        o, r = run(self.config.rule, t=t, power=self.power, mix=mix, row_sum=row_sum)
         return o, None if r is None else r[..., None]
 
     # ------------------------------------------------------------------ weights to look at
 
-    def weight_blocks(self, q, k, x, table=None, sight=None):
+    def weight_blocks(self, q, k, x, table=None, mask=None):
         """As weights_of, but a block of rows at a time: yields (B, heads, BLOCK or fewer, T or 1 +
         T)."""
         start = 0
-        for w in self.view_blocks(q, k, table, sight):
-            mix = self.choices["diff"].mix(self, x[:, start : start + w.shape[2]])
+        for w in self.view_blocks(q, k, table, mask):
+            if self.mix:
+                w = w[:, 0::2] - self.mix(x[:, start : start + w.shape[2]]) * w[:, 1::2]
             start += w.shape[2]
-            yield w if mix is None else w[:, 0::2] - mix * w[:, 1::2]
+            yield w
 
-    def view_blocks(self, q, k, table=None, sight=None):
+    def view_blocks(self, q, k, table=None, mask=None):
         """The weights of every score head, a block of rows at a time, by the code of the block
         loop."""
-        q, k, t, n = self.rule_inputs(q, k)
-        R, T, sight, distance = q.shape[2], k.shape[2], sight or self.sight, as_distance(table)
-        for block, i in kernels.row_blocks(R, T, q.device):
-            keys, qb = kernels.keys_of(block, R, T, sight), q[:, :, block]
+        mask = mask or self.mask
+        distance = Distance(table) if isinstance(table, torch.Tensor) else table
+        q, k, t, n = self.rule_inputs(q, k, mask)
+        one_block = partial(
+            kernels.attend_block, self.rule, self.scale, mask, distance, self.need_r, 0.0
+        )
+        for block, keys, i in kernels.row_blocks(q.shape[2], k.shape[2], mask, q.device):
+            qb = q[:, :, block]
             tb = None if t is None else t[..., block, :]
-            w, *r = kernels.attend_block(
-                self.rule, sight, distance, self.need_r, 0.0, i, qb, k[:, :, keys], None, tb
-            )
+            w, *r = one_block(i, qb, k[:, :, keys], None, tb)
             share = rows.share_of_keys(self, qb, r[0] if r else None, n[..., block])
-            w = F.pad(w if share is None else w * share, (keys.start, T - keys.stop))
+            w = F.pad(w if share is None else w * share, (keys.start, k.shape[2] - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
-    def importance_of_heads(self, q, k, x, r, n, distance, sight):
+    def importance_of_heads(self, q, k, x, r, n, distance, mask):
         """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus
         the weight of the extra key, or of the first key. Row 0 sees only the first key, so its
-        importance is then 0.
-        Source: The Attention Sink as Native MoE, eq. 8.
+        importance is then 0. Source: The Attention Sink as Native MoE, eq. 8.
 
         It costs O(T): the weight of the first key is e^(s_i0 - r_i), and the log-sum-exp r is
         differentiable."""
-        if self.config.gate != "none":
+        if self.gated:
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
             return rows.share_of_keys(self, q, r, n).mean((0, 2, 3))
         R, T = q.shape[2], k.shape[2]
         # the block loop has rounded the scores in r, so s must be rounded in the same way
-        s = kernels.scaled_scores(q, k[:, :, :1], sight.scale)[..., 0]  # (B, H, R)
+        s = kernels.scaled_scores(q, k[:, :, :1], self.scale)[..., 0]  # (B, H, R)
         if distance is not None:
             s = s + distance.by_distance(T)[:, T - R :]  # row i is at distance i
-        seen = visible(
-            torch.arange(T - R, T, device=q.device), torch.zeros_like(n, dtype=torch.long), sight
-        )
+        i = torch.arange(T - R, T, device=q.device)
+        seen = visible(i, torch.zeros_like(n, dtype=torch.long), mask)
         log_weight = -F.relu(r[..., 0] - s)  # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     @staticmethod
     def obstacles(config, device):
-        choices, width = options.chosen(config, AXES), config.head_width
-        doubled = 2 * width if config.first and choices["pos"].rotates else 0  # see `projected`
-        widest = max(
-            doubled, *(w for _, w in choices["diff"].heads(config.n_head, config.n_kv_head, width))
-        )
+        choices = options.chosen(config, AXES)
+        shapes = choices["diff"].heads(config.n_head, config.n_kv_head, config.head_width)
+        widest = max(width for _, width in shapes)
+        if config.first and choices["pos"].rotates:  # see Streaming
+            widest = max(widest, 2 * config.head_width)
         yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
         yield "triton", config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
@@ -1057,38 +1074,36 @@ class Attention(Layer):
             config.rule == "softmax"
             and config.diff == "none"
             and not config.window
-            and choices["sink"].score is None
+            and choices["sink"].extra_score is None
             and not choices["pos"].bias
         )
-        yield (
-            "sdpa",
-            not plain,
-            f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}",
-        )
+        reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
+        yield "sdpa", not plain, reason
 
 
-def triton_obstacles(config, device, widest):
-    """The obstacles that all Triton kernels share. widest: the width of the widest heads."""
-    yield "triton", widest > 256, "its heads are wider than 256"
-    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
-    yield (
-        "triton",
-        not here,
-        "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU",
-    )
-    yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+class Streaming(Attention):
+    """Attention with a window and first keys, and with RoPE, as StreamingLLM has it (Xiao et al.
+    2309.17453).
 
+    StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been
+    dropped, each query scores the first keys as if it were at the position `end`, and the recent
+    keys as usual. So q and k become twice as wide: [q at i | q at end], and [k | 0] for recent keys
+    or [0 | k] for first keys."""
 
-def choose_kernel(config, device, obstacles=None):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own
-    fused softmax) or "torch" (the block loop). auto is the first of these that has no obstacle.
-    obstacles: replaces Attention's for another mixer. Raises ValueError if an explicit --kernel
-    cannot compute the recipe."""
-    found = reversed(list((obstacles or Attention.obstacles)(config, device)))
-    # the first reason of each
-    cannot = {kernel: reason for kernel, holds, reason in found if holds}
-    if config.kernel == "auto":
-        return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
-    if config.kernel in cannot:
-        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
-    return config.kernel
+    def projected(self, x, cache=None, rope=None, starts=None):
+        i = self.positions(x, cache, starts)  # (R,), or (B, 1, R)
+        total = x.shape[1] + (cache.tokens if cache else 0)
+        q, k, v = super().projected(x, cache, rope, starts)
+        end = self.mask.first + self.mask.window - 1
+        if not self.mask.first or total <= end + 1:
+            return q, k, v
+        early = rotate(q, self.rope((end - i).clamp(max=0)))  # from i to end, if i is beyond
+        j = torch.arange(k.shape[2], device=k.device)
+        if starts is not None:
+            j = (j - starts)[:, None]
+        is_first = (j < self.mask.first)[..., None]
+        return torch.cat([q, early], -1), torch.cat([k * ~is_first, k * is_first], -1), v
+
+    def featured(self, x):
+        """As in every layer, but for both halves if `projected` has doubled the width."""
+        return super().featured(x.unflatten(-1, (-1, self.width))).flatten(-2)

@@ -44,9 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from axes.base import wide
-from axes.sight import visible
-
 try:
     import triton
     import triton.language as tl
@@ -65,6 +62,49 @@ except (ImportError, AttributeError):  # without a recent Triton only the block 
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
 
+# ------------------------------------------------------------------------------------ who sees whom
+
+
+class Mask(NamedTuple):
+    """Which keys the rows of a layer see."""
+
+    window: int = 0  # number of keys that a row sees, its own included; 0: all earlier ones
+    first: int = 0  # number of first keys that it sees beyond the window
+    hidden: int = -1  # a key that only its own row sees: for instruments, never in training
+    starts: Any = None  # (B, T): the first key of each row's own document; None: key 0
+
+
+def visible(i, j, mask):
+    """The mask: row i sees key j (positions, broadcast against each other).
+
+    A window (Beltagy et al. 2020) hides the sink. A model that was trained without a window needs
+    its sink and breaks, unless the first keys stay visible (StreamingLLM, Xiao et al. 2309.17453).
+    In GPT-OSS layers 0, 2, .. have one."""
+    seen, start = j <= i, 0
+    if mask.starts is not None:
+        start = document_start(i, mask)
+        seen = seen & (start <= j)
+    if mask.window:
+        seen = seen & ((i - j < mask.window) | (j - start < mask.first))
+    if mask.hidden >= 0:
+        seen = seen & ((j != mask.hidden) | (i == j))
+    return seen
+
+
+def document_start(i, mask):
+    """The first key of the documents of rows i: 0, or of packed ones (B, 1, the shape of i)."""
+    return 0 if mask.starts is None else mask.starts[:, None, i]
+
+
+def visible_count(i, mask):
+    """n_i, the number of keys that row i sees, hidden ones included, as float32: (R,), or of packed
+    documents (B, 1, R)."""
+    n = (i + 1).float()
+    if mask.starts is not None:
+        n = n - document_start(i, mask)
+    return n.clamp(max=mask.window + mask.first) if mask.window else n
+
+
 # ------------------------------------------------------------------------------ the walk in PyTorch
 # BLOCK query rows at a time see all keys up to their last row, so the scores in memory are (B, H,
 # BLOCK, keys):
@@ -77,18 +117,26 @@ jit = triton.jit
 BLOCK = 128
 
 
-def block_loop(rule, q, k, v, t, sight, distance=None, need_r=False, dropout=0.0):
+def block_loop(
+    rule,
+    q,  # (B, H, R, D)
+    k,  # (B, Hk, T, D)
+    v,  # (B, Hv, T, E)
+    t,  # (.., R, 1), broadcastable to (B, H, R, 1), or None
+    scale,
+    mask,
+    distance=None,
+    need_r=False,
+    dropout=0.0,
+):
     """Attention of all query rows by one rule: output (B, H, R, E), and statistic (B, H, R, 1) if
-    need_r, else None.
-
-    q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E), t (.., R, 1) broadcastable to (B, H, R, 1), or
-    None."""
-    one_block = partial(attend_block, rule, sight, distance, need_r, dropout)
-    o, *r = run_blocks(one_block, sight, ("rows", "keys", "keys", "rows"), q, k, v, t)
+    need_r, else None."""
+    one_block = partial(attend_block, rule, scale, mask, distance, need_r, dropout)
+    o, *r = run_blocks(one_block, mask, ("rows", "keys", "keys", "rows"), q, k, v, t)
     return o, r[0] if r else None
 
 
-def run_blocks(one_block, sight, parts, *tensors):
+def run_blocks(one_block, mask, parts, *tensors):
     """Call one_block(positions of its rows, *its part of each tensor) for every block of rows, and
     join the outputs.
 
@@ -97,59 +145,63 @@ def run_blocks(one_block, sight, parts, *tensors):
 
     Up to two blocks keep their weights for the backward pass. If there are more, the backward pass
     computes them again, with the same dropout, so memory stays O(T x BLOCK)."""
-    R, T = (x.shape[2] for x in tensors[:2])
+    R, T = tensors[0].shape[2], tensors[1].shape[2]
     # one copy here saves one in every block
     tensors = [None if x is None else x.contiguous() for x in tensors]
     if torch.is_grad_enabled() and R > 2 * BLOCK:
         one_block = partial(checkpoint, one_block, use_reentrant=False)
         # their gradients add up over blocks in float32
         tensors = [None if x is None else wide(x) for x in tensors]
-    blocks = []
-    for block, i in [*row_blocks(R, T, tensors[0].device)][::-1]:
-        cuts = {"rows": block, "keys": keys_of(block, R, T, sight)}
-        # a cut of the cut before: its gradient fills only the keys that it sees. The backward pass
+    outputs = []
+    for rows, keys, i in reversed([*row_blocks(R, T, mask, tensors[0].device)]):
+        cuts = [rows if part == "rows" else keys for part in parts]
+        # A cut of the cut before: its gradient fills only the keys that it sees. The backward pass
         # starts with block 0
-        tensors = [
-            None if x is None else x[..., : cuts[part].stop, :]
-            for part, x in zip(parts, tensors, strict=True)
+        for n, cut in enumerate(cuts):
+            if tensors[n] is not None:
+                tensors[n] = tensors[n][..., : cut.stop, :]
+        block = [
+            None if x is None else x[..., cut.start :, :]
+            for x, cut in zip(tensors, cuts, strict=True)
         ]
-        blocks.append(
-            one_block(
-                i,
-                *(
-                    None if x is None else x[..., cuts[part].start :, :]
-                    for part, x in zip(parts, tensors, strict=True)
-                ),
-            )
-        )
-    return tuple(torch.cat(outputs[::-1], 2) for outputs in zip(*blocks, strict=True))
+        outputs.append(one_block(i, *block))
+    return tuple(torch.cat(parts[::-1], 2) for parts in zip(*outputs, strict=True))
 
 
-def row_blocks(R, T, device):
-    """The last R of T rows, BLOCK at a time: yields a slice of the R rows, and their positions."""
+def row_blocks(R, T, mask, device):
+    """The last R of T rows, BLOCK at a time: yields a slice of the R rows, the slice of the keys
+    that they may see, and their positions."""
     for start in range(0, R, BLOCK):
-        block = slice(start, min(start + BLOCK, R))
-        yield block, torch.arange(T - R + block.start, T - R + block.stop, device=device)
+        rows = slice(start, min(start + BLOCK, R))
+        i = torch.arange(T - R + rows.start, T - R + rows.stop, device=device)
+        begin = 0  # or where the window of the first row begins
+        if mask.window and not mask.first:
+            begin = max(0, T - R + rows.start + 1 - mask.window)
+        yield rows, slice(begin, T - R + rows.stop), i
 
 
-def keys_of(block, R, T, sight):
-    """The keys that a block of rows may see: from the start of the first row's window to the last
-    row."""
-    start = 0 if sight.first or not sight.window else max(0, T - R + block.start + 1 - sight.window)
-    return slice(start, T - R + block.stop)
+def attend_block(
+    rule,
+    scale,
+    mask,
+    distance,  # a Distance or None
+    need_r,
+    dropout,
+    i,  # (R,)
+    q,  # (B, H, R, D)
+    k,  # (B, Hk, keys, D)
+    v,  # (B, Hv, keys, E), or None
+    t,
+):
+    """One block: the rows at positions i attend to keys. The last key is at the position of the
+    last row.
 
-
-def attend_block(rule, sight, distance, need_r, dropout, i, q, k, v, t):
-    """One block: the rows at positions i (R,) attend to keys. The last key is at the position of
-    the last row.
-
-    q (B, H, R, D), k (B, Hk, keys, D), v (B, Hv, keys, E); distance: a Distance or None. Returns
-    the output (B, H, R, E), and the statistic if it is needed. With v None it returns the weights
-    (B, H, R, keys) in place of the output. Matrix products may have low precision; everything else
-    is float32 at least."""
+    Returns the output (B, H, R, E), and the statistic if it is needed. Without v it returns the
+    weights (B, H, R, keys) in place of the output. Matrix products may have low precision;
+    everything else is float32 at least."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-    seen = visible(i[:, None], j, sight)  # (R, keys)
-    s = scaled_scores(q, k, sight.scale)  # (B, H, R, keys)
+    seen = visible(i[:, None], j, mask)  # (R, keys)
+    s = scaled_scores(q, k, scale)  # (B, H, R, keys)
     if distance:
         s = s + distance.bias(*s.shape[2:])
     w = rule.weights(s, seen, t)  # (B, H, R, keys)
@@ -169,6 +221,11 @@ def weighted_sum(w, v, dropout):
     return grouped((F.dropout(w, dropout) if dropout else w).to(v.dtype), v)
 
 
+def wide(x):
+    """The same tensor in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def for_products(x):
     """x in the dtype of matrix products: under autocast on a CPU autocast's, which is faster there;
     else float32 at least."""
@@ -186,24 +243,22 @@ def grouped(a, b):
         return (a @ b).reshape(B, H, R, b.shape[-1])
 
 
-def plain_softmax(q, k, v, sight, dropout):
-    """Softmax attention by torch's own fused kernel. Only for packed documents does it need a mask
-    (B, 1, T, T)."""
-    R, T, mask = q.shape[2], k.shape[2], None
-    if 1 < R < T or sight.starts is not None:  # is_causal aligns rows with the first keys
-        mask = visible(
-            torch.arange(T - R, T, device=q.device)[:, None],
-            torch.arange(T, device=q.device),
-            sight,
-        )
+def plain_softmax(q, k, v, scale, mask, dropout):
+    """Softmax attention by torch's own fused kernel. Only for packed documents and after a cache
+    does it need a mask: (B, 1, T, T) or (R, T)."""
+    R, T = q.shape[2], k.shape[2]
+    seen = None
+    if 1 < R < T or mask.starts is not None:  # is_causal aligns rows with the first keys
+        i = torch.arange(T - R, T, device=q.device)[:, None]
+        seen = visible(i, torch.arange(T, device=q.device), mask)
     return F.scaled_dot_product_attention(
         q,
         k,
         v,
-        mask,
+        seen,
         dropout,
-        is_causal=mask is None and R > 1,
-        scale=sight.scale,
+        is_causal=seen is None and R > 1,
+        scale=scale,
         enable_gqa=k.shape[1] < q.shape[1],
     )
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 import attention
 import mixers
-from axes.positions import POSITIONS, parse_rope_scaling, rotation
+from axes.layer import Cache
+from axes.positions import POSITIONS, parse_rope_scaling
 from axes.rows import SINKS
 from common.flags import Knobs, knob
 from common.machine import check_memory
@@ -87,19 +88,20 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.norm_place = config.norm_place
 
-    def forward(self, x, cache=None, turn=None):
+    def forward(self, x, *context):
+        """x (B, T, C) to (B, T, C). context: what Attention.forward takes beside x."""
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays
         # bounded, but every gradient passes through all norms, so training needs a warm-up: 100
         # steps are enough with --preset=lab
         if self.norm_place == "post":
-            x = self.ln_1(x + self.attn(x, cache, turn))  # (B, T, C)
+            x = self.ln_1(x + self.attn(x, *context))  # (B, T, C)
             return self.ln_2(x + self.mlp(x))  # (B, T, C)
         # out: a norm on what each branch adds (OLMo 2). No norm changes the stream itself
         if self.norm_place == "out":
-            x = x + self.ln_1(self.attn(x, cache, turn))  # (B, T, C)
+            x = x + self.ln_1(self.attn(x, *context))  # (B, T, C)
             return x + self.ln_2(self.mlp(x))  # (B, T, C)
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
-        x = x + self.attn(self.ln_1(x), cache, turn)  # (B, T, C)
+        x = x + self.attn(self.ln_1(x), *context)  # (B, T, C)
         return x + self.mlp(self.ln_2(x))  # (B, T, C)
 
 
@@ -372,13 +374,13 @@ class GPT(nn.Module):
             "lower n_layer",
         )
         self.config, kinds = config, config.kinds
-        self.ahead = SINKS[config.sink].ahead  # learned tokens before each sequence: 0 or 1
+        self.sink_tokens = SINKS[config.sink].tokens  # before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of token ids
         if config.embed_norm:
             embeddings["ln_wte"] = make_norm(config)
         if places := POSITIONS[config.pos].embeds:
             # of absolute positions
-            embeddings["wpe"] = places(self.ahead + config.block_size, config.n_embd)
+            embeddings["wpe"] = places(self.sink_tokens + config.block_size, config.n_embd)
         self.transformer = nn.ModuleDict(
             {  # GPT-2's names, which every checkpoint contains
                 **embeddings,
@@ -391,13 +393,13 @@ class GPT(nn.Module):
         )
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie()
-        if self.ahead:  # When Attention Sink Emerges, table 4
+        if self.sink_tokens:  # When Attention Sink Emerges, table 4
             self.sink_token = nn.Parameter(torch.zeros(config.n_embd))
         self.init_weights(seed)
 
     def tie(self):
         """Share parameters: lm_head has the token embedding's weights if config.tied, and all
-        layers that have those in Choice.shared, in the same shape, share them."""
+        layers that have those in Position.shared, in the same shape, share them."""
         if self.config.tied:
             self.lm_head.weight = self.transformer.wte.weight
         first = {}
@@ -434,7 +436,7 @@ class GPT(nn.Module):
                 p.normal_(
                     0.0, std[name], generator=generator_of(seed, name.removesuffix(".weight"))
                 )
-        if self.ahead:
+        if self.sink_tokens:
             self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
 
     def additions_to(self, config):
@@ -466,17 +468,15 @@ class GPT(nn.Module):
         value. last: only the logits of this many last positions; 0: of all. starts (B, T): idx
         holds packed documents, and each token's own begins at this position; None: it holds one.
         Raises ValueError on too many tokens for --pos, or on a cache of another model."""
-        if cache is not None and cache[0].setdefault("config", self.config) != self.config:
+        if cache is not None and cache[0].config != self.config:
             raise ValueError(
-                "the cache was filled by a model of another recipe or size: begin with model.new_cache()"
+                "the cache was filled by a model of another recipe or size: begin with "
+                "model.new_cache()"
             )
-        cached = 0 if cache is None else cache[0].get("tokens", 0)  # number of tokens in the cache
-        ahead = self.ahead if cached == 0 else 0  # a filled cache contains the sink token
-
-        for block in self.transformer.h:
-            if starts is not block.attn.sight.starts:
-                mixers.check_packs(block.attn.config)
-                block.attn.sight = block.attn.sight._replace(starts=starts)
+        blocks = self.transformer.h
+        cached = cache[0].tokens if cache else 0  # number of tokens in the cache
+        # learned tokens that this call puts ahead: a filled cache contains them
+        ahead = self.sink_tokens if cached == 0 else 0
 
         # embeddings of token ids, and of positions where these are absolute
         x = self.transformer.wte(idx)  # (B, T, C)
@@ -486,40 +486,34 @@ class GPT(nn.Module):
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)  # (B, 1+T, C)
         i = torch.arange(cached, cached + x.shape[1], device=idx.device)  # the positions, (T,)
         if starts is not None:
+            for block in blocks:
+                mixers.check_packs(block.attn.config)
             i = i - starts  # (B, T): each document begins at position 0, as in generation
         if "wpe" in self.transformer:
-            if (total := cached + x.shape[1]) > self.transformer.wpe.num_embeddings:
+            total = cached + x.shape[1]
+            if total > self.transformer.wpe.num_embeddings:
                 raise ValueError(
-                    f"{total - self.ahead} tokens, but --pos={self.config.pos} knows only its "
-                    f"block_size={self.config.block_size} positions"
+                    f"{total - self.sink_tokens} tokens, but --pos={self.config.pos} knows only "
+                    f"its block_size={self.config.block_size} positions"
                 )
             x = x + self.transformer.wpe(i)
-        rotates = any(block.attn.choices["pos"].rotates for block in self.transformer.h)
-        turn = rotation(self.config, i.unsqueeze(-2)) if rotates else None  # of all layers
+        ropes = [block.attn.rope for block in blocks if block.attn.rope]
+        rope = ropes[0](i.unsqueeze(-2)) if ropes else None  # for all layers
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
-        for layer, block in enumerate(self.transformer.h):
-            block.attn.measures_importance = importance
-            x = block(x, None if cache is None else cache[layer], turn)
-        more = (
-            (torch.stack([block.attn.importance for block in self.transformer.h]),)
-            if importance
-            else ()
-        )
-        for block in self.transformer.h:
-            block.attn.importance = None  # free its graph: a model that holds one cannot be copied
+        importances = [] if importance else None
+        for layer, block in enumerate(blocks):
+            x = block(x, cache[layer] if cache else None, rope, starts, importances)
+        more = (torch.stack(importances),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
         x = x[:, ahead:][:, -last:]
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
         if targets is None:
             return logits, None, *more
-        return (
-            logits,
-            F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1),
-            *more,
-        )
+        flat = logits.flatten(0, 1).float()
+        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1), *more
 
     @property
     def penalized(self):
@@ -592,8 +586,8 @@ class GPT(nn.Module):
     # ----------------------------------------------------------------------------------- generation
 
     def new_cache(self):
-        """An empty KV cache for forward(idx, cache=...): one dict per layer."""
-        return [{} for _ in self.transformer.h]
+        """An empty KV cache for forward(idx, cache=...): one part per layer."""
+        return [Cache(self.config) for _ in self.transformer.h]
 
     @torch.no_grad()
     def generate(
@@ -638,7 +632,7 @@ class GPT(nn.Module):
                 # cache is void
                 context, cache = idx[:, -limit:], None
             else:  # the whole prompt, or the newest token, which the cache lacks
-                context = idx[:, -1:] if cache and cache[0] else idx
+                context = idx[:, -1:] if cache and cache[0].tokens else idx
             logits = self(context, cache=cache, last=1)[0][:, 0].float()  # (B, V)
             new = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
             idx = torch.cat([idx, torch.where(ended, idx[:, -1:], new)], 1)

@@ -1,62 +1,81 @@
-"""The base class of attention and all other mixers: projections, learned choices, cache and
-interface."""
+"""The base class of attention and all other mixers: projections, learned choices, cache, and what
+follows the rule.
+"""
+
+import contextlib
+from types import MethodType
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+import kernels
 from axes import options
-from axes.base import Fixed, Normal, split_heads
-from axes.positions import rotate, rotation
-from axes.sight import Sight, start_of
+from axes.base import Fixed, Normal
+from axes.positions import Rope, rotate
+from kernels import Mask
 
 
-class Projections(nn.Linear):
-    """The linear layer of queries, keys and values, side by side: (B, R, C) to (B, R, sum of
-    widths).
+class PartlyBiased(nn.Linear):
+    """The projection to queries, keys and values, with a bias for one of them (--bias_of).
 
-    widths: {"q": width, ...}. bias_of: the part whose bias is used, or all. The others, without a
-    gradient, stay 0."""
+    widths: {"q": width, ...}. The bias of the other two, which has no gradient, stays 0."""
 
-    def __init__(self, inputs, widths, bias, bias_of):
-        super().__init__(inputs, sum(widths.values()), bias)
-        self.widths, self.bias_of = widths, bias_of
+    def __init__(self, inputs, widths, biased):
+        super().__init__(inputs, sum(widths.values()))
+        self.widths = list(widths.values())
+        self.uses = [part == biased for part in widths]
 
     def forward(self, x):
-        bias = self.bias
-        if bias is not None and self.bias_of != "all":
-            parts = zip(self.widths, bias.split([*self.widths.values()]), strict=True)
-            bias = torch.cat([b * (part == self.bias_of) for part, b in parts])
+        parts = self.bias.split(self.widths)
+        bias = torch.cat([part * used for part, used in zip(parts, self.uses, strict=True)])
         return F.linear(x, self.weight, bias)
 
 
-def extended(past, name, new, axis=2, grows=True):
-    """Append `new` to the cached tensor past[name] along an axis, and return the whole.
+class Cache:
+    """What one layer keeps of the tokens that it has read, so that the next ones can be computed
+    alone. config: of the model that fills it."""
 
-    If it grows, the cached tensor is the filled part of a buffer, which doubles when it is full, so
-    a decoding step writes only its own rows. Copies of a cache may go on separately: the first one
-    to be continued keeps the buffer. Autograd needs what a buffer would overwrite, so tensors with
-    a gradient have none."""
-    old = past.get(name)
-    if old is None or not grows or old.requires_grad or new.requires_grad:
-        past[name] = new if old is None else torch.cat([old, new], axis)
-        return past[name]
-    if len(old) != len(new):
-        raise ValueError(
-            f"the cache has {len(old)} sequences, the input {len(new)}: begin with model.new_cache()"
-        )
-    held, count = old.shape[axis], new.shape[axis]
-    room = past.get(f"{name} room", [old, None])  # the buffer, and how much of it is filled
-    if (
-        room[1] != held
-        or room[0].data_ptr() != old.data_ptr()
-        or room[0].shape[axis] < held + count
-    ):
-        # half will be overwritten
-        room = past[f"{name} room"] = [torch.cat([old, new, old, new], axis), held]
-    room[0].narrow(axis, held, count).copy_(new)
-    room[1], past[name] = held + count, room[0].narrow(axis, 0, held + count)
-    return past[name]
+    def __init__(self, config=None):
+        self.config = config
+        self.tokens = 0  # how many it has read, including those that it has dropped
+        self.kept = {}  # {name: a tensor, or tensors}: k and v, and what a mixer adds
+        self.buffers = {}  # {name: a longer tensor, which begins with the kept one}
+
+    def append(self, name, new, axis=2):
+        """Append `new` to the kept tensor along an axis, and return the whole.
+
+        A buffer doubles when it is full, so a decoding step writes only its own rows. Autograd
+        needs what a buffer would overwrite, so tensors with a gradient have none."""
+        old = self.kept.get(name)
+        if old is None:
+            self.kept[name] = new
+            return new
+        if len(old) != len(new):
+            raise ValueError(
+                f"the cache has {len(old)} sequences, the input {len(new)}: begin with "
+                "model.new_cache()"
+            )
+        if old.requires_grad or new.requires_grad:
+            self.kept[name] = torch.cat([old, new], axis)
+            return self.kept[name]
+        held = old.shape[axis]
+        total = held + new.shape[axis]
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.shape[axis] < total:
+            buffer = torch.cat([old, new, old, new], axis)  # the second half will be overwritten
+            self.buffers[name] = buffer
+        else:
+            buffer.narrow(axis, held, total - held).copy_(new)
+        self.kept[name] = buffer.narrow(axis, 0, total)
+        return self.kept[name]
+
+    def copy(self):
+        """A copy that can read other tokens next. It shares what is kept, but no buffer."""
+        copied = Cache(self.config)
+        copied.tokens = self.tokens
+        copied.kept = dict(self.kept)
+        return copied
 
 
 class Layer(nn.Module):
@@ -75,45 +94,82 @@ class Layer(nn.Module):
     cached = True  # can be decoded step by step
     trains = True  # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0  # does the layer add a penalty to the loss? its value
-    measures_importance, importance = False, None  # GPT.forward sets the first, attend the second
+    convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)
     fused_by = ()  # a mixer's own Triton functions, in the order of their calls
+    # Instruments set it: forward then calls hook(attend, q, k, v, x, table) in place of
+    # attend(q, k, v, x, table)
+    hook = None
 
     def __init__(self, config, layer):
         super().__init__()
         self.config, self.depth = config, layer
         self.args = options.constants(config, self.axes)  # {name: value}
         self.choices = options.chosen(config, self.axes)  # {axis: Choice}
+        self.dropout = config.dropout
+
+        # the projections
+        self.width = config.head_width  # of queries and keys
+        heads_of = self.choices[self.heads_by].heads
+        shapes = heads_of(config.n_head, config.n_kv_head, self.width)
+        self.shapes = dict(zip("qkv", shapes, strict=True))
+        self.score_heads, value_width = self.shapes["q"][0], self.shapes["v"][1]
+        self.heads = config.n_head * self.width // value_width  # of the output
+        widths = {part: heads * width for part, (heads, width) in self.shapes.items()}
+        bias = config.bias or config.qkv_bias
+        if config.bias_of == "all":
+            self.c_attn = nn.Linear(config.n_embd, sum(widths.values()), bias)
+        else:
+            self.c_attn = PartlyBiased(config.n_embd, widths, config.bias_of)
+        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+        # which keys a row sees, and the constant factor on scores
+        windowed = layer % config.window_every == 0
+        self.mask = Mask(config.window if windowed else 0, config.first if windowed else 0)
+        self.scale = 1.0 if self.choices["scale"].unscaled else self.width**-0.5
+
+        # what the choices do, as methods of this layer; None: nothing
+        self.bind("pos", "bias")
+        self.rope = Rope(config) if self.choices["pos"].rotates else None
+        self.bind("qk_norm", "learned_norm", "fixed_norm")
+        self.bind("feature", "feature_map")
+        self.bind("scale", "score_factor")
+        self.bind("sink", "extra_score", "extra_value")
+        self.bind("diff", "mix", "after_norm")
+        self.bind("out_norm", "normed")
+        self.bind("gate", "gated")
+        self.divisor = self.choices["normalize"].divisor
         self.rule = self.choices["rule"]
         # is attend's output, before norms and gates, weights_of times the values? If not,
         # weights_of has derivatives
         self.has_weights = self.rule.has_weights
-        self.has_extra_key = self.choices["sink"].score is not None
-        self.ahead = self.choices["sink"].ahead  # learned tokens before the sequence
-        # the projections
-        self.width = config.head_width  # of queries and keys
-        heads_of = self.choices[self.heads_by].heads
-        self.shapes = dict(
-            zip("qkv", heads_of(config.n_head, config.n_kv_head, self.width), strict=True)
-        )
-        self.score_heads, value_width = self.shapes["q"][0], self.shapes["v"][1]
-        self.heads = config.n_head * self.width // value_width  # of the output
-        self.c_attn = Projections(
-            config.n_embd,
-            {part: h * w for part, (h, w) in self.shapes.items()},
-            config.bias or config.qkv_bias,
-            config.bias_of,
-        )
-        self.c_proj = nn.Linear(self.heads * value_width, config.n_embd, bias=config.bias)
-        self.resid_dropout = nn.Dropout(config.dropout)
-        # which keys a row sees, and the constant factor on scores
-        windowed = layer % config.window_every == 0
-        scale = 1.0 if self.choices["scale"].unscaled else self.width**-0.5
-        self.sight = Sight(scale, config.window if windowed else 0, config.first if windowed else 0)
+        self.has_extra_key = self.extra_score is not None
+        self.sink_tokens = self.choices["sink"].tokens  # learned tokens before the sequence
+
         # what the choices learn
         self.init_std = {}  # {parameter that GPT.init_weights draws: std}
         for choice in self.choices.values():
             for name, start in choice.learns(self).items():
                 self.add(name, start)
+
+        # which code computes it on a type of device
+        self.kernels = {}
+        for device in ("cpu", "cuda", "mps"):
+            # an explicit --kernel may be impossible there: `kernel_on` says so
+            with contextlib.suppress(ValueError):
+                self.kernels[device] = choose_kernel(config, device, self.obstacles)
+
+    def kernel_on(self, device):
+        """The code that computes the layer on this type of device: see choose_kernel, which raises
+        ValueError if there is none."""
+        return self.kernels.get(device) or choose_kernel(self.config, device, self.obstacles)
+
+    def bind(self, axis, *names):
+        """Make functions of the axis' value, whose first argument is a layer, methods of this
+        one."""
+        for name in names:
+            function = getattr(self.choices[axis], name)
+            setattr(self, name, function and MethodType(function, self))
 
     def add(self, name, start):
         """Add what a choice learns or keeps. start: a module; initial values, which
@@ -131,22 +187,61 @@ class Layer(nn.Module):
         else:
             self.register_buffer(name, start.value if isinstance(start, Fixed) else start)
 
-    # ------------------------------------------------------ from x to q, k, v, and from y back to x
+    # ------------------------------------------------------------------ from x to q, k and v
 
-    def heads_of(self, y):
-        """Split projections y (B, R, sum of widths) into q, k, v (B, heads, R, width). Apply
-        learned norms to q, k."""
+    def projected(self, x, cache=None, rope=None, starts=None):
+        """Queries (B, H, R, D) of the layer's input x (B, R, C), and keys (B, Hk, T, D) and values
+        (B, Hv, T, E) of all cached tokens and of x.
+
+        RoPE, if any, rotates q and k by `rope`; None: made here. The cache holds rotated keys.
+        starts (B, R): where the documents of packed tokens begin."""
+        y = self.c_attn(x)
+        if self.convolved:  # only a state has this
+            y = self.convolved(y, cache)
         parts = y.split([heads * width for heads, width in self.shapes.values()], -1)
         q, k, v = (
-            split_heads(part, *shape)
+            part.unflatten(-1, shape).transpose(1, 2)
             for part, shape in zip(parts, self.shapes.values(), strict=True)
         )
-        projected = self.choices["qk_norm"].projected
-        return (
-            (projected(self, self.q_norm, q), projected(self, self.k_norm, k), v)
-            if projected
-            else (q, k, v)
-        )
+        if self.learned_norm:
+            q, k = self.learned_norm(self.q_norm, q), self.learned_norm(self.k_norm, k)
+        if self.rope:
+            if rope is None:
+                rope = self.rope(self.positions(x, cache, starts))
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = self.recall(cache, k, v)
+        return q, k, v
+
+    @staticmethod
+    def positions(x, cache, starts):
+        """The positions of the tokens of x (B, R, C) in their document: (R,), or of packed ones (B,
+        1, R)."""
+        first = cache.tokens if cache else 0
+        i = torch.arange(first, first + x.shape[1], device=x.device)
+        return i if starts is None else (i - starts)[:, None]
+
+    def recall(self, cache, k, v):
+        """Append the keys and values of new tokens to the cache, and drop those that the next token
+        does not see. Returns the keys and values that were cached, and the new ones."""
+        cache.tokens += k.shape[2]
+        first, recent = self.mask.first, self.mask.window - 1
+        if not self.mask.window or (first and self.bias):  # a bias needs true distances
+            return cache.append("k", k), cache.append("v", v)
+        if "k" in cache.kept:
+            k, v = torch.cat([cache.kept["k"], k], 2), torch.cat([cache.kept["v"], v], 2)
+        T = k.shape[2]
+        for name, all_ in (("k", k), ("v", v)):
+            if T > first + recent:
+                all_ = torch.cat([all_[:, :, :first], all_[:, :, T - recent :]], 2)
+            cache.kept[name] = all_
+        return k, v
+
+    def featured(self, x):
+        """Apply the norm without weights, then the feature map, to queries or keys (.., D)."""
+        if self.fixed_norm:
+            x = self.fixed_norm(x)
+        return self.feature_map(x) if self.feature_map else x
 
     def for_score_heads(self, x, axis):
         """x has an entry for each key head along `axis`: repeat it for the score heads that share
@@ -158,88 +253,42 @@ class Layer(nn.Module):
             return x.repeat_interleave(shared, axis)
         return x.unflatten(axis, (-1, 2)).repeat_interleave(shared, axis).flatten(axis, axis + 1)
 
-    def finished(self, o, x, v):
+    def distance(self):
+        """The layer's relative positions, a Distance, or None."""
+        return self.bias() if self.bias else None
+
+    # ------------------------------------------------------------------ from o to y
+
+    def postprocess(self, o, x, v):
         """The output of each head o (B, heads, R, E) after value bias, Dex, XSA, norm, the factor
         that follows the norm of a difference, and gate, in the dtype of the values v (B, Hv, T, E).
         x: the layer's input (B, R, C)."""
         for axis in ("value_bias", "dex", "exclude"):
-            o = self.choices[axis].corrected(self, o, v)
-        norm, gate = self.choices["out_norm"].normed, self.choices["gate"]
-        if gate.before_norm:
-            return norm(self, gate.gated(self, o, x)).to(v.dtype)
-        o = self.choices["diff"].after(self, norm(self, o))
-        return gate.gated(self, o, x).to(v.dtype)
+            if corrected := self.choices[axis].corrected:
+                o = corrected(self, o, v)
+        gate_first = self.choices["gate"].before_norm
+        if gate_first:
+            o = self.gated(o, x)
+        if self.normed:
+            o = self.normed(o)
+        if self.after_norm:
+            o = self.after_norm(o)
+        if self.gated and not gate_first:
+            o = self.gated(o, x)
+        return o.to(v.dtype)
 
     def output(self, y):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
-    # ------------------------------------------------- cache and rotation, for StreamingLLM as well
+    # ------------------------------------------------------------------ for model, training and instruments
 
-    def projected(self, x, past=None, turn=None):
-        """Queries (B, H, R, D) of the layer's input x (B, R, C), and keys (B, Hk, T, D) and values
-        (B, Hv, T, E) of all cached tokens and of x. RoPE, if any, rotates q and k by `turn` (None:
-        made here); `past` holds rotated keys.
-
-        StreamingLLM counts positions in a cache that holds only visible keys. Once tokens have been
-        dropped, each query scores the first keys as if it were at position `end`, and the recent
-        keys as usual. So q and k become twice as wide: [q at i | q at end], and [k | 0] for recent
-        keys or [0 | k] for first keys."""
-        q, k, v = self.heads_of(self.c_attn(x))
-        cached, first, end = (
-            (past or {}).get("tokens", 0),
-            self.sight.first,
-            self.sight.first + self.sight.window - 1,
-        )
-        i, early = torch.arange(cached, cached + x.shape[1], device=x.device), None  # i (R,)
-        i = i - start_of(i, self.sight)  # or (B, 1, R) from the start of each document
-        if self.choices["pos"].rotates:
-            if first and cached + x.shape[1] > end + 1:
-                early = rotate(q, rotation(self.config, i.clamp(max=end)))
-            turn = turn or rotation(self.config, i)
-            q, k = rotate(q, turn), rotate(k, turn)
-        if past is not None:
-            k, v = self.recall(past, k, v)
-        if early is not None:
-            j = torch.arange(k.shape[2], device=k.device)
-            is_first = (j - start_of(j, self.sight))[..., None] < first
-            q, k = torch.cat([q, early], -1), torch.cat([k * ~is_first, k * is_first], -1)
-        return q, k, v
-
-    def recall(self, past, k, v):
-        """Append the keys and values of new tokens to the cache `past`, and drop those that the
-        next token does not see. Returns the keys and values that were cached, and the new ones."""
-        past["tokens"] = past.get("tokens", 0) + k.shape[2]  # including those that were dropped
-        first, recent = self.sight.first, self.sight.window - 1
-        # which needs true distances
-        keeps_all = not self.sight.window or first and self.choices["pos"].bias
-        k, v = extended(past, "k", k, grows=keeps_all), extended(past, "v", v, grows=keeps_all)
-        if not keeps_all and (T := k.shape[2]) > first + recent:
-            for name in ("k", "v"):
-                past[name] = torch.cat(
-                    [past[name][:, :, :first], past[name][:, :, T - recent :]], 2
-                )
-        return k, v
-
-    def featured(self, x):
-        """Apply the norm without weights, then the feature map, to queries or keys (.., D). If
-        `projected` has doubled the width, apply both to each half."""
-        x = self.choices["qk_norm"].normed(self, x.unflatten(-1, (-1, self.width)))
-        return self.choices["feature"].mapped(self, x).flatten(-2)
-
-    # ---------------------------------------------------------- for model, training and instruments
-
-    def distance(self):
-        """The layer's relative positions, a Distance, or None."""
-        bias = self.choices["pos"].bias
-        return bias and bias(self)
-
-    def weights_of(self, q, k, x, table=None, sight=None):
+    def weights_of(self, q, k, x, table=None, mask=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column
         first. For a differential recipe they are the difference of its views. Gates, norms and
         corrections of the output are not part of them. Costs O(R T) memory; weight_blocks does
         not."""
-        return torch.cat(list(self.weight_blocks(q, k, x, table, sight)), 2)
+        return torch.cat(list(self.weight_blocks(q, k, x, table, mask)), 2)
 
     def views_of(self, q, k, x, table=None):
         """The weights of both views of a differential recipe, the second not yet multiplied by
@@ -247,11 +296,11 @@ class Layer(nn.Module):
         w = torch.cat(list(self.view_blocks(q, k, table)), 2)
         return w[:, 0::2], w[:, 1::2]
 
-    def view_blocks(self, q, k, table=None, sight=None):
+    def view_blocks(self, q, k, table=None, mask=None):
         """The weights of every score head, a block of rows at a time. Only attention has them."""
         raise ValueError(
-            f"--attn={self.config.attn} (mixer {self.config.mixer}) has no views or tiles of weights: "
-            "choose a recipe of mixer attention"
+            f"--attn={self.config.attn} (mixer {self.config.mixer}) has no views or tiles of "
+            "weights: choose a recipe of mixer attention"
         )
 
     @staticmethod
@@ -266,13 +315,12 @@ class Layer(nn.Module):
         a second view."""
         return 12 * self.config.n_head * self.config.head_width * self.config.block_size
 
-    def bytes_read(self, q, k, v, x, table=None, sight=None):
+    def bytes_read(self, q, k, v, x, table=None, mask=None):
         """The bytes of the cache that a decoding step must read, from the arguments of its
         attend."""
-        per_token = (
-            k.shape[1] * self.width * k.element_size() + v.shape[1] * v.shape[3] * v.element_size()
-        )
-        return k.shape[0] * k.shape[2] * per_token
+        values = v.shape[1] * v.shape[3] * v.element_size()
+        keys = k.shape[1] * self.width * k.element_size()
+        return k.shape[0] * k.shape[2] * (keys + values)
 
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers update themselves from its
@@ -281,3 +329,28 @@ class Layer(nn.Module):
     @staticmethod
     def cannot_learn(config):
         """The reason why a mixer would learn nothing with this config, or None."""
+
+
+def triton_obstacles(config, device, widest):
+    """The obstacles that all Triton kernels share. widest: the width of the widest heads."""
+    yield "triton", widest > 256, "its heads are wider than 256"
+    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+    reason = "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
+    yield "triton", not here, reason
+    yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
+
+
+def choose_kernel(config, device, obstacles):
+    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own
+    fused softmax) or "torch" (the block loop). auto is the first of these that has no obstacle.
+    obstacles: those of its mixer. Raises ValueError if an explicit --kernel cannot compute the
+    recipe."""
+    cannot = {}
+    for kernel, holds, reason in obstacles(config, device):
+        if holds:
+            cannot.setdefault(kernel, reason)
+    if config.kernel == "auto":
+        return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
+    if config.kernel in cannot:
+        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
+    return config.kernel

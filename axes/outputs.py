@@ -5,6 +5,9 @@ Shapes: B batch, R query rows, E width of v. The output o is (B, heads, R, E), t
 Hv, T, E), the layer's input x is (B, R, C).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
 
@@ -59,9 +62,16 @@ def no_norm_after(config, args, choices):
         return f"--exclude=own leaves only rounding errors in rows of one key: leave out --out_norm={config.out_norm}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Correction(Choice):
+    """A value of the axes value_bias, dex and exclude."""
+
+    corrected: Callable | None = None  # layer, o, v -> o
+
+
 VALUE_BIASES = {
-    "off": Choice(),
-    "on": Choice(
+    "off": Correction(),
+    "on": Correction(
         args=BIAS_SIZES,
         refuse=wrong_bias_dims,
         corrected=plus_value,
@@ -69,8 +79,8 @@ VALUE_BIASES = {
     ),
 }
 DEXES = {
-    "off": Choice(),
-    "on": Choice(
+    "off": Correction(),
+    "on": Correction(
         args={"anneal": Constant(0.5, 1e-6, 1.0)},
         corrected=dex_corrected,
         learns=lambda layer: {
@@ -82,7 +92,10 @@ DEXES = {
         },
     ),
 }
-EXCLUSIONS = {"none": Choice(), "own": Choice(refuse=no_norm_after, corrected=without_own_value)}
+EXCLUSIONS = {
+    "none": Correction(),
+    "own": Correction(refuse=no_norm_after, corrected=without_own_value),
+}
 
 # -------------------------------------------------------------------------------------------- norms
 
@@ -112,14 +125,21 @@ def norm_of_output(layer, heads):
     return {"out_norm": nn.RMSNorm(heads * layer.shapes["v"][1], eps=layer.args["out_norm_eps"])}
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutNorm(Choice):
+    """A value of the axis out_norm."""
+
+    normed: Callable | None = None  # layer, o -> o
+
+
 EPS = {"out_norm_eps": Constant(1e-6, 1e-12, 1.0)}
 OUT_NORMS = {
-    "none": Choice(),
-    "head": Choice(learns=lambda layer: norm_of_output(layer, 1), args=EPS, normed=head_norm),
-    "all": Choice(
+    "none": OutNorm(),
+    "head": OutNorm(learns=lambda layer: norm_of_output(layer, 1), args=EPS, normed=head_norm),
+    "all": OutNorm(
         learns=lambda layer: norm_of_output(layer, layer.heads), args=EPS, normed=joint_norm
     ),
-    "gated": Choice(
+    "gated": OutNorm(
         args=EPS,
         normed=gated_norm,
         learns=lambda layer: (
@@ -145,10 +165,16 @@ def gate_of(layer, gates):
     return {"gate": nn.Linear(layer.config.n_embd, layer.heads * gates, bias=layer.config.bias)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gate(Choice):
+    """A value of the axis gate."""
+
+    gated: Callable | None = None  # layer, o, x -> o
+    before_norm: bool = False  # the gate comes before the norm of the output
+
+
 GATES = {
-    "none": Choice(),
-    "head": Choice(learns=lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
-    "element": Choice(
-        learns=lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate
-    ),
+    "none": Gate(),
+    "head": Gate(learns=lambda layer: gate_of(layer, 1), gated=sigmoid_gate),
+    "element": Gate(learns=lambda layer: gate_of(layer, layer.shapes["v"][1]), gated=sigmoid_gate),
 }

@@ -8,6 +8,8 @@ P pairs of channels that RoPE rotates, W width of a table.
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,11 +48,6 @@ class Distance(NamedTuple):
         One vector per head holds b at every distance from T - 1 down to -(R - 1). A row is a slice
         of T entries of it, which starts one place before the slice of the row above."""
         return F.pad(self.by_distance(T).flip(-1), (0, R - 1)).unfold(-1, T, 1).flip(-2)
-
-
-def as_distance(table):
-    """A Distance from a Distance, an (H, W) table, or None."""
-    return Distance(table) if isinstance(table, torch.Tensor) else table
 
 
 def learned_bias(layer):
@@ -132,14 +129,14 @@ def parse_rope_scaling(text):
     return how, numbers
 
 
-def rope_frequencies(config, width, device):
+def rope_frequencies(config, width):
     """Radians per position of each of P pairs of channels, (P,): base^(-c / P) for pair c, scaled
     as rope_scaling says. The last of an odd number of channels has no partner and does not rotate.
 
     Sources: linear, position interpolation, Chen et al. 2023; ntk, bloc97 2023, Peng et al.
     2309.00071, section 3.1; llama3, the code of LLaMA 3.1."""
     pairs = width // 2
-    pair = torch.arange(pairs, device=device, dtype=torch.float32)
+    pair = torch.arange(pairs, device="cpu", dtype=torch.float32)
     frequency = float(config.rope_base) ** (-pair / pairs)
     how, numbers = parse_rope_scaling(config.rope_scaling)
     if not how:
@@ -150,7 +147,7 @@ def rope_frequencies(config, width, device):
     # the base grows to base * ratio^(D / (D - 2)): the fastest pair keeps its frequency, and the
     # slowest turns `ratio` times slower, so it covers a context `ratio` times longer
     if how == "ntk":
-        return frequency * factor ** -torch.linspace(0, 1, pairs, device=device)
+        return frequency * factor ** -torch.linspace(0, 1, pairs, device="cpu")
     # llama3: waves that fit into the original context more than `high` times keep their length, and
     # waves that fit less than `low` times become `factor` times longer. Those in between are
     # interpolated by how often they fit
@@ -159,28 +156,35 @@ def rope_frequencies(config, width, device):
     return frequency * (kept + (1 - kept) / factor)
 
 
-def rotation(config, positions):
-    """What `rotate` needs at positions (.., T): P, [cos | cos | 1] and [-sin | sin | 0] of the
-    angles, (.., T, D)."""
-    # (.., T, P)
-    angle = positions[..., None].float() * rope_frequencies(
-        config, config.head_width, positions.device
-    )
-    cos, sin, rest = angle.cos(), angle.sin(), (0, config.head_width - 2 * angle.shape[-1])
-    return (
-        angle.shape[-1],
-        F.pad(torch.cat([cos, cos], -1), rest, value=1.0),
-        F.pad(torch.cat([-sin, sin], -1), rest),
-    )
+class Rope:
+    """RoPE of one model: rope(positions) gives what `rotate` needs."""
+
+    def __init__(self, config):
+        self.width = config.head_width
+        # {device: frequencies (P,)}
+        self.frequencies = {torch.device("cpu"): rope_frequencies(config, self.width)}
+
+    def __call__(self, positions):
+        """P, [cos | cos | 1] and [-sin | sin | 0] of the angles at positions (.., T): (.., T, D)."""
+        device = positions.device
+        if device not in self.frequencies:
+            self.frequencies[device] = self.frequencies[torch.device("cpu")].to(device)
+        angle = positions[..., None].float() * self.frequencies[device]  # (.., T, P)
+        cos, sin = angle.cos(), angle.sin()
+        pairs = angle.shape[-1]
+        rest = (0, self.width - 2 * pairs)  # a last channel without a partner
+        whole_cos = F.pad(torch.cat([cos, cos], -1), rest, value=1.0)
+        whole_sin = F.pad(torch.cat([-sin, sin], -1), rest)
+        return pairs, whole_cos, whole_sin
 
 
-def rotate(x, turn):
+def rotate(x, rope):
     """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position *
     frequency_c.
 
-    turn: from `rotation`. Channels are paired half by half, as in LLaMA; the last of an odd number
+    rope: from a Rope. Channels are paired half by half, as in LLaMA; the last of an odd number
     stays as it is. Source: Su et al. 2021."""
-    pairs, cos, sin = turn
+    pairs, cos, sin = rope
     # [b | a | anything] of [a | b]
     partner = torch.cat([x[..., pairs : 2 * pairs], x[..., : x.shape[-1] - pairs]], -1)
     return (x * cos + partner * sin).to(x.dtype)
@@ -211,28 +215,40 @@ class Sinusoids(nn.Module):
 
 # ---------------------------------------------------------------------------------------- the table
 
+
+@dataclass(frozen=True, kw_only=True)
+class Position(Choice):
+    """A value of the axis pos."""
+
+    # places, C -> the embedding that model.py adds for each position
+    embeds: Callable | None = None
+    rotates: bool = False  # RoPE rotates q and k
+    bias: Callable | None = None  # layer -> Distance, which is added to the score
+    shared: tuple = ()  # names of learned tensors that all layers share
+
+
 TABLE = {
     "bias": learned_bias,
     "learns": lambda layer: {"table": torch.zeros(layer.score_heads, layer.config.bias_range)},
 }
 POSITIONS = {
-    "rope": Choice(rotates=True),
-    "none": Choice(),
-    "sinusoidal": Choice(embeds=Sinusoids),
-    "learned": Choice(embeds=nn.Embedding),
-    "alibi": Choice(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
-    "t5": Choice(
+    "rope": Position(rotates=True),
+    "none": Position(),
+    "sinusoidal": Position(embeds=Sinusoids),
+    "learned": Position(embeds=nn.Embedding),
+    "alibi": Position(learns=alibi_slopes, args={"learn_alibi": Constant(False)}, bias=alibi),
+    "t5": Position(
         bias=t5_bias,
         shared=("t5",),
         learns=lambda layer: {
             "t5": Normal(layer.config.n_embd**-0.5, (layer.score_heads, T5_BUCKETS))
         },
     ),
-    "t5_index": Choice(
+    "t5_index": Position(
         bias=t5_index,
         learns=lambda layer: {"t5_index": Fixed(t5_buckets().float().repeat(layer.score_heads, 1))},
     ),
-    "bias": Choice(**TABLE),
-    "rope+bias": Choice(**TABLE, rotates=True),
+    "bias": Position(**TABLE),
+    "rope+bias": Position(**TABLE, rotates=True),
 }
 WITHOUT_BIAS = {name: row for name, row in POSITIONS.items() if not row.bias}

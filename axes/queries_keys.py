@@ -5,12 +5,15 @@ Shapes: B batch, H score heads, Hk key heads, R query rows, T keys, D width of q
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from axes.base import Choice, Constant, Normal, split_heads, wide
+from axes.base import Choice, Constant, Normal, split_heads
+from kernels import wide
 
 # ------------------------------------------------------------------------ norms of queries and keys
 
@@ -44,14 +47,22 @@ def norms_of_qk(layer, q_heads, k_heads):
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class QKNorm(Choice):
+    """A value of the axis qk_norm."""
+
+    learned_norm: Callable | None = None  # layer, a norm, x -> x: before rotation
+    fixed_norm: Callable | None = None  # layer, x -> x: after rotation
+
+
 QK_NORMS = {
-    "none": Choice(),
-    "l2": Choice(normed=unit_length),
-    "rms": Choice(normed=unit_square),
-    "head": Choice(learns=lambda layer: norms_of_qk(layer, 1, 1), projected=norm_of_heads),
-    "all": Choice(
+    "none": QKNorm(),
+    "l2": QKNorm(fixed_norm=unit_length),
+    "rms": QKNorm(fixed_norm=unit_square),
+    "head": QKNorm(learns=lambda layer: norms_of_qk(layer, 1, 1), learned_norm=norm_of_heads),
+    "all": QKNorm(
         learns=lambda layer: norms_of_qk(layer, layer.shapes["q"][0], layer.shapes["k"][0]),
-        projected=norm_of_layer,
+        learned_norm=norm_of_layer,
     ),
 }
 
@@ -82,10 +93,17 @@ def mlp_feature_map(layer):
     }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Feature(Choice):
+    """A value of the axis feature."""
+
+    feature_map: Callable | None = None  # layer, x -> x: queries or keys, after their norm
+
+
 FEATURES = {
-    "none": Choice(),
-    "elu": Choice(mapped=elu_features),
-    "mlp": Choice(learns=mlp_feature_map, mapped=mlp_features),
+    "none": Feature(),
+    "elu": Feature(feature_map=elu_features),
+    "mlp": Feature(learns=mlp_feature_map, feature_map=mlp_features),
 }
 
 # -------------------------------------------------------------------------- the factor on the score
@@ -136,13 +154,22 @@ def asentmax_scalars(layer):
     return {"scale_beta": beta, "scale_gamma": torch.zeros(heads)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scale(Choice):
+    """A value of the axis scale."""
+
+    # layer, n (.., R) -> a factor on the score, (.., H, R, 1); None: 1
+    score_factor: Callable | None = None
+    unscaled: bool = False  # the score is not divided by sqrt(d)
+
+
 SCALES = {
-    "sqrt_d": Choice(),
-    "one": Choice(unscaled=True),
-    "log_n": Choice(
+    "sqrt_d": Scale(),
+    "one": Scale(unscaled=True),
+    "log_n": Scale(
         learns=ssmax_scalars,
         args={"sigma_init": Constant("auto", word="auto"), "learn_sigma": Constant(True)},
-        factor=ssmax_scale,
+        score_factor=ssmax_scale,
     ),
-    "asentmax": Choice(learns=asentmax_scalars, factor=asentmax_scale),
+    "asentmax": Scale(learns=asentmax_scalars, score_factor=asentmax_scale),
 }

@@ -6,6 +6,8 @@ H, R, 1).
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -18,9 +20,9 @@ from axes.base import (
     Normal,
     drawn_bias,
     whole_bias,
-    wide,
     wrong_bias_dims,
 )
+from kernels import wide
 
 # ---------------------------------------------------------------------------------- row normalisers
 
@@ -54,11 +56,20 @@ def wrong_normalizer(config, args, choices):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Normalizer(Choice):
+    """A value of the axis normalize."""
+
+    # row sums r and lengths n (.., R, 1) -> the row's divisor; None: 1
+    divisor: Callable | None = None
+    needs_sum: bool = False  # the divisor depends on r
+
+
 NORMALIZERS = {
-    "none": Choice(),
-    "sum": Choice(divisor=over_sum, refuse=wrong_normalizer, needs_sum=True),
-    "length": Choice(divisor=over_length, refuse=wrong_normalizer),
-    "max1": Choice(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
+    "none": Normalizer(),
+    "sum": Normalizer(divisor=over_sum, refuse=wrong_normalizer, needs_sum=True),
+    "length": Normalizer(divisor=over_length, refuse=wrong_normalizer),
+    "max1": Normalizer(divisor=over_max1, refuse=wrong_normalizer, needs_sum=True),
 }
 
 # ------------------------------------------------------------------------------------- an extra key
@@ -82,7 +93,7 @@ def key_score(layer, q):
     Differs from its code, which decays k* and v*: here weight decay acts on linear layers and
     embeddings only."""
     key = layer.for_score_heads(layer.featured(whole_bias(layer.sink_key, *layer.shapes["k"])), 0)
-    return layer.sight.scale * (wide(q[..., : layer.width]) * key[:, None]).sum(-1, keepdim=True)
+    return layer.scale * (wide(q[..., : layer.width]) * key[:, None]).sum(-1, keepdim=True)
 
 
 def extra_key(layer):
@@ -108,31 +119,42 @@ def sink_value(layer, heads):
 def wrong_sink(config, args, choices):
     if config.sink == "token" and config.window and not config.first:
         return "--sink=token cannot be seen beyond --window: add --first=1"
-    if choices["sink"].score and config.rule != "softmax":
+    if choices["sink"].extra_score and config.rule != "softmax":
         return f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, which only it has"
     if args.get("value_even") and args["value_norm"] == "learned":
         return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
     return wrong_bias_dims(config, args, choices)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sink(Choice):
+    """A value of the axis sink."""
+
+    # layer, q -> c, broadcastable to (B, H, R, 1); None: no extra key
+    extra_score: Callable | None = None
+    # layer, heads -> the value of the extra key, (heads, 1, E); None: 0
+    extra_value: Callable | None = None
+    tokens: int = 0  # learned tokens that model.py puts before the sequence
+
+
 SINKS = {
-    "none": Choice(),
-    "one": Choice(score=zero_score, refuse=wrong_sink),
-    "logit": Choice(
+    "none": Sink(),
+    "one": Sink(extra_score=zero_score, refuse=wrong_sink),
+    "logit": Sink(
         learns=lambda layer: {"sink_logit": torch.zeros(layer.score_heads)},
-        score=logit_score,
+        extra_score=logit_score,
         refuse=wrong_sink,
     ),
-    "key": Choice(learns=extra_key, args=BIAS_SIZES, score=key_score, refuse=wrong_sink),
-    "key_value": Choice(
+    "key": Sink(learns=extra_key, args=BIAS_SIZES, extra_score=key_score, refuse=wrong_sink),
+    "key_value": Sink(
         learns=extra_key,
         args=BIAS_SIZES
         | {"value_norm": Constant("learned", word="learned"), "value_even": Constant(False)},
-        score=key_score,
-        value=sink_value,
+        extra_score=key_score,
+        extra_value=sink_value,
         refuse=wrong_sink,
     ),
-    "token": Choice(ahead=1, refuse=wrong_sink),  # an ordinary key
+    "token": Sink(tokens=1, refuse=wrong_sink),  # an ordinary key
 }
 
 
@@ -142,12 +164,11 @@ def share_of_keys(layer, q, r, n):
 
     An extra key of score c multiplies the weights of the real keys by e^r / (e^r + e^c), where r is
     the log-sum-exp of their scores. That is a gate on the output, sigmoid(r_i - c_i): a sink need
-    not be a token.
-    Source: The Attention Sink as Native MoE, eq. 2 to 4."""
-    if layer.choices["normalize"].divisor:
-        return 1 / layer.choices["normalize"].divisor(r, n[..., None])
-    if layer.has_extra_key:
-        return torch.sigmoid(r - layer.choices["sink"].score(layer, q))
+    not be a token. Source: The Attention Sink as Native MoE, eq. 2 to 4."""
+    if layer.divisor:
+        return 1 / layer.divisor(r, n[..., None])
+    if layer.extra_score:
+        return torch.sigmoid(r - layer.extra_score(q))
 
 
 def normalised_output(layer, o, q, r, n):
@@ -156,9 +177,8 @@ def normalised_output(layer, o, q, r, n):
     share = share_of_keys(layer, q, r, n)
     if share is None:
         return o
-    if layer.choices["sink"].value:
-        return wide(o) * share + (1 - share) * layer.choices["sink"].value(layer, o.shape[1])
-    return wide(o) * share
+    o = wide(o) * share
+    return o + (1 - share) * layer.extra_value(o.shape[1]) if layer.extra_value else o
 
 
 # -------------------------------- a second view: o = o_a - mix o_b, so the weight on a sink cancels
@@ -208,9 +228,25 @@ def needs_pairs(config, args, choices):
         return f"--diff=v1 pairs heads: n_head={config.n_head} and n_kv_head={config.n_kv_head} must both be even"
 
 
+def same_heads(H, K, D):
+    """(heads, width) of q, k and v for H heads, K key heads and the head dimension D."""
+    return (H, D), (K, D), (K, D)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Choice):
+    """A value of the axis diff."""
+
+    heads: Callable = same_heads
+    own_keys: bool = False  # each view has a key head of its own
+    # layer, x -> lambda, broadcastable to (B, output heads, R, 1)
+    mix: Callable | None = None
+    after_norm: Callable | None = None  # layer, o -> o: follows the norm on the output
+
+
 DIFFERENCES = {
-    "none": Choice(),
-    "subtract": Choice(  # two views of the same values
+    "none": Difference(),
+    "subtract": Difference(  # two views of the same values
         learns=lambda layer: {
             "lambda_logit": torch.full((layer.heads,), layer.args["lambda_init"]).logit()
         },
@@ -219,17 +255,17 @@ DIFFERENCES = {
         own_keys=True,
         heads=lambda H, K, D: ((2 * H, D), (2 * K, D), (K, D)),
     ),
-    "v1": Choice(  # half the heads, each twice as wide: as many parameters as softmax
+    "v1": Difference(  # half the heads, each twice as wide: as many parameters as softmax
         learns=lambda layer: {
             f"lambda_{name}": Normal(0.1, (layer.width,)) for name in ("q1", "k1", "q2", "k2")
         },
         mix=lambda_of_layer,
         refuse=needs_pairs,
         own_keys=True,
-        after=shrunk,
+        after_norm=shrunk,
         heads=lambda H, K, D: ((H, D), (K, D), (K // 2, 2 * D)),
     ),
-    "v2": Choice(  # two queries look at the same keys
+    "v2": Difference(  # two queries look at the same keys
         learns=lambda layer: {
             "lambda_proj": nn.Linear(layer.config.n_embd, layer.heads, bias=False)
         },

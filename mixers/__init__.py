@@ -7,7 +7,8 @@ model.GPTConfig.
 """
 
 import attention
-from axes import options
+from axes import layer, options
+from axes.positions import POSITIONS
 from mixers.focus import Focus
 from mixers.performer import Performer
 from mixers.recurrent import Recurrent
@@ -33,9 +34,12 @@ ADDED = {name for mixer in MIXERS.values() for name in mixer.added}  # to plain 
 RETROFITS = tuple(name for name, mixer in MIXERS.items() if mixer.retrofit)  # for --train_only
 
 
-def layer_of(config, layer):
-    """The mixer of one block. layer: the block's number, which decides whether it has a window."""
-    return MIXERS[config.mixer](config, layer)
+def layer_of(config, depth):
+    """The mixer of one block. depth: the block's number, which decides whether it has a window."""
+    mixer = MIXERS[config.mixer]
+    if mixer is attention.Attention and config.first and POSITIONS[config.pos].rotates:
+        mixer = attention.Streaming
+    return mixer(config, depth)
 
 
 def trained_recipes():
@@ -51,6 +55,14 @@ def trained_recipes():
 def has_weights(recipe):
     """Is a recipe's output linear in the values? Only then does it have attention weights."""
     return AXES["rule"][attention.recipe(recipe)["rule"]].has_weights
+
+
+# {axis: what must be alike in all layers}: embedded positions, sink tokens, shapes of the values
+SHARED_BY_LAYERS = {
+    "pos": lambda row: row.embeds,
+    "sink": lambda row: row.tokens,
+    "diff": lambda row: row.heads(2, 2, 1)[2],
+}
 
 
 def check_axes(config):
@@ -85,11 +97,8 @@ def check_axes(config):
         raise ValueError(
             f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it"
         )
-    for axis in ("pos", "sink", "diff"):  # embedded positions, a token ahead, the number of heads
-        sorts = {
-            value: (row.embeds, row.ahead, row.heads(2, 2, 1)[2])
-            for value, row in AXES[axis].items()
-        }
+    for axis, sort in SHARED_BY_LAYERS.items():
+        sorts = {value: sort(row) for value, row in AXES[axis].items()}
         value = getattr(config, axis)
         alike = [other for other in sorts if sorts[other] == sorts[value]]
         wrong = dict.fromkeys(
@@ -126,7 +135,7 @@ def choose_kernel(config, device, importance=False):
     run."""
     found = []
     for kind in config.kinds:
-        kernel = attention.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
+        kernel = layer.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
         if kernel == "sdpa" and importance and kind.gate == "none":
             if config.kernel == "sdpa":
                 raise ValueError(

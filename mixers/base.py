@@ -2,6 +2,8 @@
 outputs of the heads.
 """
 
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 
@@ -32,27 +34,23 @@ def axes_of(rules, **known):
 class Mixer(Layer):
     """A layer whose queries attend to cached keys, or to a state: (B, T, C) to (B, T, C).
 
-    attend(q, k, v, x, None, sight) takes rotated queries (B, heads, R, D), the last R of T
-    positions, keys, values and the layer's input x to the output of each head, (B, H, R, E). sight:
-    the layer's own, or with another `hidden`. weight_blocks(q, k, x, None, sight) yields the
+    attend(q, k, v, x, None, mask) takes rotated queries (B, heads, R, D), the last R of T
+    positions, keys, values and the layer's input x to the output of each head, (B, H, R, E). mask: the
+    layer's own, or with another `hidden`. weight_blocks(q, k, x, None, mask) yields the
     weights, (B, H, BLOCK rows or fewer, T), without value bias, norm and gate; an extra key has a
     column before the others."""
 
     decided_by_x = ""  # what x decides at every token; "": attend needs no x before its R rows
 
-    @property
-    def dropout(self):
-        """The share of the attention weights that is dropped."""
-        return self.config.dropout if self.training else 0.0
+    def forward(self, x, cache=None, rope=None, starts=None, importance=None):
+        """See Attention.forward. A mixer neither keeps packed documents apart nor measures the
+        importance of heads."""
+        q, k, v = self.projected(x, cache, rope)
+        cached = {} if cache is None else self.remember(cache, x, k, v)
+        attend = partial(self.hook, self.attend) if self.hook else self.attend
+        return self.output(attend(q, k, v, x, None, **cached))
 
-    def forward(self, x, past=None, turn=None):
-        """x (B, R, C), the layer's normed input. past: a dict, the cache, which the call updates.
-        turn: see Layer."""
-        q, k, v = self.projected(x, past, turn)
-        cached = {} if past is None else self.remember(past, x, k, v)
-        return self.output(self.attend(q, k, v, x, None, **cached))
-
-    def remember(self, past, x, k, v):
+    def remember(self, cache, x, k, v):
         """Update what a mixer caches beyond keys and values. Returns it by the names of `attend`'s
         arguments."""
         return {}
@@ -74,15 +72,15 @@ class Mixer(Layer):
         needs it. weights: a function of i, q, k and `parts` that returns the weights (B, H, R,
         keys), and that log-sum-exp if needed."""
         w, *r = weights(i, q, k, *parts)
-        return kernels.weighted_sum(w, v, self.dropout), *r
+        return kernels.weighted_sum(w, v, self.dropout * self.training), *r
 
     def softmax_blocks(self, weights, q, k):
         """weight_blocks of a mixer with softmax. weights: a function of the positions i of a
         block's rows, their q and the keys up to the last of them; it returns their weights, and
         their log-sum-exp if an extra key needs it. The extra key, if there is one, comes first and
         takes its share."""
-        for block, i in kernels.row_blocks(q.shape[2], k.shape[2], q.device):
-            w, *r = weights(i, q[:, :, block], k[:, :, : i[-1] + 1])
+        for block, keys, i in kernels.row_blocks(q.shape[2], k.shape[2], self.mask, q.device):
+            w, *r = weights(i, q[:, :, block], k[:, :, : keys.stop])
             share = share_of_keys(self, q[:, :, block], r[0] if r else None, None)
             w = F.pad(w if share is None else w * share, (0, k.shape[2] - w.shape[-1]))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w

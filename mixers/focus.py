@@ -33,13 +33,12 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import kernels
-from attention import MASKED, RULES, LogSumExp, choose_kernel, softmax, triton_obstacles
+from attention import MASKED, RULES, LogSumExp, softmax
 from axes import options
-from axes.base import Choice, Constant, Fixed, Normal, only, wide
-from axes.layer import extended
+from axes.base import Choice, Constant, Fixed, Normal, only
+from axes.layer import triton_obstacles
 from axes.rows import SINKS, normalised_output
-from axes.sight import Sight, visible
-from kernels import for_products, grouped, scaled_scores
+from kernels import Mask, for_products, grouped, scaled_scores, visible, wide
 from mixers.base import Mixer, axes_of
 
 # -------------------------------------------------------- the axis balance: how tokens find a group
@@ -56,7 +55,7 @@ class Balance(Choice):
 
     `count` returns a statistic of a training step's tokens, which is summed over micro-batches and
     ranks; if it is a `sample`, only that of the step's first micro-batch is kept. After the step,
-    `settle` updates the layer from it."""
+    `update` updates the layer from it."""
 
     # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
     shares: Callable = by_softmax
@@ -64,7 +63,7 @@ class Balance(Choice):
     detached: bool = False  # the router's gradient ends at its input
     count: Callable | None = None  # layer, s, z (B, T, d_g) = W x, g -> a tensor
     sample: bool = False
-    settle: Callable | None = None  # layer, the statistic of the step
+    update: Callable | None = None  # layer, the statistic of the step
     penalty: Callable | None = None  # layer, g -> a term of the loss
 
 
@@ -181,7 +180,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)},
         shares=with_potential,
         count=sum_of_potentials,
-        settle=lambda layer, sums: layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]),
+        update=lambda layer, sums: layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]),
     ),
     "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
     "softmax": Balance(learns=router, args=ROUTER),
@@ -196,7 +195,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         args=ROUTER | {"rate": Constant(0.01, 0.0, 1.0)},
         detached=True,
         count=sums_by_group,
-        settle=move_centroids,
+        update=move_centroids,
     ),
     "recluster": Balance(  # from at most 512 tokens of the first sequence. middle: see `recluster`
         learns=lambda layer: (
@@ -209,7 +208,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         args=ROUTER | {"every": Constant(100, 1, 10**9)},
         sample=True,
         count=lambda layer, s, z, g: z[0, :: -(-z.shape[1] // 512)],
-        settle=recluster,
+        update=recluster,
     ),
 }
 
@@ -237,9 +236,17 @@ def no_window(config, args, choices):
         return "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give --window=1 or more"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Affinity(Choice):
+    """A value of the axis affinity."""
+
+    # scores s, gate arguments z, broadcast to (B, H, R, T) -> s'
+    gated_score: Callable
+
+
 def affinity(gated_score, offset):
     """A row of the table: this gate, and the default of its offset."""
-    return Choice(
+    return Affinity(
         gated_score=gated_score,
         refuse=no_window,
         learns=lambda layer: {
@@ -271,7 +278,7 @@ AXES = axes_of(
     only(RULES, "softmax"),
     balance=BALANCES,
     affinity=AFFINITIES,
-    sink={name: choice for name, choice in SINKS.items() if not choice.ahead},
+    sink={name: choice for name, choice in SINKS.items() if not choice.tokens},
 )
 
 # ---------------------------------------------------------------------- the sparse form: open pairs
@@ -351,7 +358,7 @@ def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
             slice(max(0, start + 1 - local) if local else 0, ends[stop - 1]),
         )
         i, j = rows[block], keys[part]
-        seen = visible(i[:, None], j, Sight(window=local))
+        seen = visible(i[:, None], j, Mask(window=local))
         if bits is not None:
             seen = seen & ((bits[i, None] & bits[j]) == 0)
         outputs.append(
@@ -386,7 +393,7 @@ def masked_softmax(q, k, v, seen, scale, flash):
 class Focus(Mixer):
     """A layer of softmax attention with a router: (B, T, C) to (B, T, C).
 
-    past, the cache of generation, also holds the tokens' shares of groups."""
+    The cache of generation also holds the tokens' shares of groups."""
 
     axes, retrofit, decided_by_x = AXES, True, "the token's groups"
     refused = {  # {axis: why Focus does not accept its other values}
@@ -409,8 +416,8 @@ class Focus(Mixer):
     def __init__(self, config, layer):
         super().__init__(config, layer)
         self.groups = self.args["groups"]
-        self.local = self.sight.window  # pairs nearer than this have no gate
-        self.sight = self.sight._replace(window=0)  # every earlier key is visible
+        self.local = self.mask.window  # pairs nearer than this have no gate
+        self.mask = self.mask._replace(window=0)  # every earlier key is visible
         self.causal = self.cached = self.choices["balance"].causal
         self.counted = None  # the statistic of this training step
         self.penalized = self.choices["balance"].penalty is not None
@@ -456,7 +463,7 @@ class Focus(Mixer):
             return
         if balance.sample:  # all ranks take the main rank's: the others add 0 to the mean
             counted = counted * machine.world * machine.main
-        balance.settle(self, machine.mean(counted))
+        balance.update(self, machine.mean(counted))
 
     @staticmethod
     def memberships(g, k):
@@ -477,41 +484,41 @@ class Focus(Mixer):
 
     # ------------------------------------------------------------------ the layer's interface
 
-    def remember(self, past, x, k, v):
+    def remember(self, cache, x, k, v):
         """The shares of all tokens."""
-        return {"g": extended(past, "g", self.assign(x), 1)}
+        return {"g": cache.append("g", self.assign(x), 1)}
 
-    def attend(self, q, k, v, x, table=None, sight=None, g=None):
+    def attend(self, q, k, v, x, table=None, mask=None, g=None):
         """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from
         x."""
         self.check(k, x if g is None else g, table)
         g = self.assign(x) if g is None else g
-        R, sight = q.shape[2], sight or self.sight
+        R, mask = q.shape[2], mask or self.mask
         q, k = self.featured(q), self.featured(k)
-        if self.hard and R == k.shape[2] and sight.hidden < 0:
-            fused = choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
+        if self.hard and R == k.shape[2] and mask.hidden < 0:
+            fused = self.kernel_on(q.device.type) == "triton"
             qkv = (y if fused else for_products(y) for y in (q, k, v))
-            o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, sight.scale, fused)
+            o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, fused)
         else:
             a, b = self.gate_factors(g)
             weights, parts = (
-                partial(self.gated_weights, sight),
+                partial(self.gated_weights, mask),
                 ("rows", "keys", "keys", "rows", "keys"),
             )
             o, *r = kernels.run_blocks(
-                partial(self.block, weights), sight, parts, q, k, v, a[:, :, -R:], b
+                partial(self.block, weights), mask, parts, q, k, v, a[:, :, -R:], b
             )
         # an extra key takes its share of the weights
         o = normalised_output(self, o, q, r[0] if r else None, None)
-        return self.finished(o, x[:, -R:], v)
+        return self.postprocess(o, x[:, -R:], v)
 
-    def gated_weights(self, sight, i, q, k, a, b):
+    def gated_weights(self, mask, i, q, k, a, b):
         """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an
         extra key needs it. a (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
         affinity = self.choices["affinity"].gated_score
         j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-        near, seen = i[:, None] - j < self.local, visible(i[:, None], j, sight)
-        s = scaled_scores(q, k, sight.scale)  # (B, H, R, keys)
+        near, seen = i[:, None] - j < self.local, visible(i[:, None], j, mask)
+        s = scaled_scores(q, k, self.scale)  # (B, H, R, keys)
         z = grouped(a, b.mT)  # (B, 1, R, keys)
         if self.hard:
             seen = seen & (near | (z > 0))
@@ -520,19 +527,19 @@ class Focus(Mixer):
         w = softmax(s, seen)
         return (w, LogSumExp.apply(s, seen, w)) if self.has_extra_key else (w,)
 
-    def weight_blocks(self, q, k, x, table=None, sight=None):
+    def weight_blocks(self, q, k, x, table=None, mask=None):
         """See Mixer."""
         self.check(k, x, table)
         a, b = self.gate_factors(self.assign(x))
         return self.softmax_blocks(
             lambda i, q, k: self.gated_weights(
-                sight or self.sight, i, q, k, a[:, :, i], b[:, :, : i[-1] + 1]
+                mask or self.mask, i, q, k, a[:, :, i], b[:, :, : i[-1] + 1]
             ),
             self.featured(q),
             self.featured(k),
         )
 
-    def bytes_read(self, q, k, v, x, table=None, sight=None, g=None):
+    def bytes_read(self, q, k, v, x, table=None, mask=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never
         shut."""
         all_pairs, T = super().bytes_read(q, k, v, x), k.shape[2]

@@ -27,8 +27,9 @@ import math
 
 import torch
 
-from axes.base import Choice, Constant, Fixed, only
+from axes.base import Constant, Fixed, only
 from axes.layer import Layer
+from axes.rows import Normalizer
 from mixers.recurrent import AXES as STATES
 from mixers.recurrent import Recurrent, StateRule
 
@@ -63,7 +64,7 @@ def log_features(layer, q, k, v, forget, write, x):
     """The inputs of `one_chunk`: log phi of queries and of keys, (B, H, T, m), and v. The queries'
     |q|^2 / 2 is left out, because it cancels. q already contains the score scale 1 / sqrt(D). Its
     root is moved to k, so both are divided by D^(1/4), as in the paper."""
-    root, W = math.sqrt(layer.sight.scale), layer.directions.mT
+    root, W = math.sqrt(layer.scale), layer.directions.mT
     q, k = q / root, k * root
     b = k @ W - k.square().sum(-1, keepdim=True) / 2
     return q @ W, torch.where(write == 0, -1e30, b), v  # -1e30: a hidden key
@@ -113,7 +114,7 @@ class Performer(Recurrent):
 
     axes = STATES | {
         "rule": {"favor": FAVOR},
-        "normalize": {"sum": Choice(divisor=sum_of_weights)},
+        "normalize": {"sum": Normalizer(divisor=sum_of_weights)},
         "forget": only(STATES["forget"], "none"),
         "write": only(STATES["write"], "one"),
         "feature": only(STATES["feature"], "none"),

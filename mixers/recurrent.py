@@ -53,12 +53,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import kernels
-from attention import choose_kernel, triton_obstacles
-from axes.base import Choice, Constant, Normal, only, split_heads, wide
-from axes.outputs import EPS, GATES, OUT_NORMS, sigmoid_gate
-from axes.positions import rotate, rotation
+from axes.base import Choice, Constant, Normal, only, split_heads
+from axes.layer import Cache, triton_obstacles
+from axes.outputs import EPS, GATES, OUT_NORMS, Gate, OutNorm, sigmoid_gate
 from axes.queries_keys import FEATURES, SCALES, unit_square
-from axes.rows import NORMALIZERS
+from axes.rows import NORMALIZERS, same_heads
+from kernels import wide
 from mixers import recurrent_kernels
 from mixers.base import Mixer, axes_of
 
@@ -262,10 +262,12 @@ def slowed_titans(state, q, k, v, rate, *rest):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateRule(Choice):
-    """How a token changes the state. `after`: layer, o, q, v -> o."""
+    """How a token changes the state."""
 
+    heads: Callable = same_heads
     chunk: Callable | None = None  # state, q, k, v, ... of one chunk of tokens -> o, state
     inputs: Callable | None = None  # layer, q, k, v, forget, write, x -> the inputs of `chunk`
+    after: Callable | None = None  # layer, o, q, v -> o
     start: Callable | None = None  # layer, v -> the state before the first token; None: S is 0
     products: int = 2  # vector-matrix products with a state per token: one write, one read
     has_weights: bool = True  # u is linear in v, so attention weights exist
@@ -522,10 +524,17 @@ def titans_forget(layer, x):
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forget(Choice):
+    """A value of the axis forget."""
+
+    log_forget: Callable | None = None  # layer, x -> log forget (B, H, T, 1 or D); None: 0
+
+
 FORGETS = {
-    "none": Choice(),
-    "fixed": Choice(log_forget=retnet_forget),
-    "channel": Choice(
+    "none": Forget(),
+    "fixed": Forget(log_forget=retnet_forget),
+    "channel": Forget(
         log_forget=gla_forget,
         learns=lambda layer: {
             "fade": nn.Sequential(
@@ -534,9 +543,9 @@ FORGETS = {
             )
         },
     ),
-    "dt": Choice(log_forget=mamba2_forget, learns=mamba2_parameters),
-    "channel_dt": Choice(log_forget=mamba2_forget, learns=kda_parameters),
-    "alpha": Choice(
+    "dt": Forget(log_forget=mamba2_forget, learns=mamba2_parameters),
+    "channel_dt": Forget(log_forget=mamba2_forget, learns=kda_parameters),
+    "alpha": Forget(
         log_forget=titans_forget,
         learns=lambda layer: {
             "alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
@@ -558,35 +567,58 @@ def learned_write(layer, x):
     return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Write(Choice):
+    """A value of the axis write."""
+
+    # layer, x -> the factor on v, (B, H, T, 1); None: 1
+    write_factor: Callable | None = None
+
+
 WRITES = {
-    "one": Choice(),
-    "dt": Choice(refuse=needs_time, write_factor=time_step),
-    "beta": Choice(
+    "one": Write(),
+    "dt": Write(refuse=needs_time, write_factor=time_step),
+    "beta": Write(
         write_factor=learned_write,
         learns=lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
     ),
-    "rate": Choice(
+    "rate": Write(
         write_factor=learned_write,
         learns=lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads)},
     ),
 }
 
 
-def short_convolution(layer, x):
+CONV_REACH = 3  # earlier tokens that the convolution sees
+
+
+def short_convolution(layer, y, cache):
     """silu of a causal convolution over 4 tokens, each channel by itself: a token sees its
-    neighbours before it writes. x (B, 3 + T, .) to (B, T, .). H3, Mamba and their successors."""
-    return F.silu(F.conv1d(x.mT, layer.conv.to(x.dtype), groups=x.shape[-1]).mT)
+    neighbours before it writes. y (B, T, .) to (B, T, .). H3, Mamba and their successors."""
+    before = y.new_zeros(len(y), CONV_REACH, y.shape[2])
+    if cache:
+        before = cache.kept.get("conv", before)
+    y = torch.cat([before, y], 1)
+    if cache is not None:
+        cache.kept["conv"] = y[:, -CONV_REACH:].clone()  # a view would keep all of y in memory
+    return F.silu(F.conv1d(y.mT, layer.conv.to(y.dtype), groups=y.shape[-1]).mT)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conv(Choice):
+    """A value of the axis conv."""
+
+    convolved: Callable | None = None  # layer, projections y, cache -> y
 
 
 CONVS = {
-    "off": Choice(),
+    "off": Conv(),
     # 0.29 is the standard deviation of U(-1/2, 1/2), from which torch draws weights for four tokens
-    "on": Choice(
+    "on": Conv(
         convolved=short_convolution,
         learns=lambda layer: {"conv": Normal(0.29, (layer.c_attn.out_features, 1, 4))},
     ),
 }
-CONV_REACH = 3  # earlier tokens that the convolution sees
 
 # ------------------------------------------------------------ the axes gate, out_norm and normalize
 
@@ -599,7 +631,7 @@ def silu_gate(layer, o, x):
 GATES = GATES | {
     "silu": dataclasses.replace(GATES["element"], gated=silu_gate),
     # KDA: W has the rank of a head
-    "low_rank": Choice(
+    "low_rank": Gate(
         gated=sigmoid_gate,
         learns=lambda layer: {
             "gate": nn.Sequential(
@@ -619,7 +651,7 @@ def layer_norm(layer, o):
 
 
 OUT_NORMS = OUT_NORMS | {
-    "layer": Choice(
+    "layer": OutNorm(
         args=EPS,
         normed=layer_norm,
         learns=lambda layer: {
@@ -657,9 +689,8 @@ AXES = {"rule": RULES, "forget": FORGETS} | axes_of(
 class Recurrent(Mixer):
     """A layer whose heads keep a state instead of keys and values: (B, T, C) to (B, T, C).
 
-    past, the cache of generation, holds the state, the last inputs of the short convolution and the
-    number of tokens
-    so far. Its size does not grow."""
+    The cache of generation holds the state, the last inputs of the short convolution and the number
+    of tokens so far. Its size does not grow."""
 
     axes, heads_by, decided_by_x = AXES, "rule", "what it forgets and writes"
     refused = {  # {axis: why a state does not accept its other values}
@@ -680,89 +711,76 @@ class Recurrent(Mixer):
             (*solving, recurrent_kernels.scan, recurrent_kernels.read) if self.has_weights else ()
         )
 
-    def remember(self, past, x, k, v):
-        """Count the tokens. `read` updates the rest of the cache."""
-        past["tokens"] = past.get("tokens", 0) + x.shape[1]
-        return {"past": past}
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.bind("conv", "convolved")
+        self.bind("forget", "log_forget")
+        self.bind("write", "write_factor")
 
-    def projected(self, x, past=None, turn=None):
+    def remember(self, cache, x, k, v):
+        """`read` updates the cache."""
+        return {"cache": cache}
+
+    def projected(self, x, cache=None, rope=None, starts=None):
         """Queries, keys and values (B, heads, T, width), after the short convolution and RoPE, if
         any."""
-        y = self.c_attn(x)
-        if self.choices["conv"].convolved:
-            before = (past or {}).get("conv", y.new_zeros(len(y), CONV_REACH, y.shape[2]))
-            y = torch.cat([before, y], 1)
-            if past is not None:
-                # clone: a view would keep all of y in memory
-                past["conv"] = y[:, -CONV_REACH:].clone()
-            y = self.choices["conv"].convolved(self, y)
-        q, k, v = self.heads_of(y)
-        if self.choices["pos"].rotates:
-            if turn is None or self.rule.rope_positions:
-                seen, places = (
-                    0 if past is None else past.get("tokens", 0),
-                    self.rule.rope_positions,
-                )
-                positions = torch.arange(seen, seen + x.shape[1], device=x.device)
-                turn = rotation(
-                    self.config, places(positions, self.args["chunk"]) if places else positions
-                )
-            q, k = rotate(q, turn), rotate(k, turn)
-        return q, k, v
+        places = self.rule.rope_positions
+        if self.rope and places:
+            rope = self.rope(places(self.positions(x, cache, starts), self.args["chunk"]))
+        return super().projected(x, cache, rope, starts)
 
-    def attend(self, q, k, v, x, table=None, sight=None, past=None):
+    def recall(self, cache, k, v):
+        """A state keeps no keys and values."""
+        cache.tokens += k.shape[2]
+        return k, v
+
+    def attend(self, q, k, v, x, table=None, mask=None, cache=None):
         """What the queries read from the state, see Mixer. No later token reads what a hidden token
-        writes. past: the cache, empty at first."""
+        writes. cache: the cache, empty at first."""
         self.check(k, x, table)
-        R, hidden = q.shape[2], (sight or self.sight).hidden
-        o = self.read(q, k, v, x, past)
+        R, hidden = q.shape[2], (mask or self.mask).hidden
+        o = self.read(q, k, v, x, cache)
         if hidden >= 0:
             without = self.read(q, k, v, x, hidden=hidden)  # the hidden token writes nothing
             here = torch.arange(k.shape[2], device=k.device) == hidden
             o = torch.where(here[:, None], o, without)
-        return self.finished(o[:, :, -R:], x[:, -R:], v)
+        return self.postprocess(o[:, :, -R:], x[:, -R:], v)
 
     # ------------------------------------------------------------------ the state
 
-    def read(self, q, k, v, x, past=None, hidden=-1, chunk=None):
+    def read(self, q, k, v, x, cache=None, hidden=-1, chunk=None):
         """The values that all tokens read, (B, H, T, E), before norm and gate; at least float32,
-        because they are sums of many products. past: the cache, which the call updates. hidden: a
+        because they are sums of many products. cache: the cache, which the call updates. hidden: a
         position that writes nothing. chunk: a function that replaces the rule's `chunk`."""
         dtype = v.dtype
         q, k, v = self.rule_inputs(q, k, v)
-        log_forget = self.choices["forget"].log_forget
-        write_factor = self.choices["write"].write_factor
-        divisor = self.choices["normalize"].divisor
-        forget = wide(log_forget(self, x)) if log_forget else v.new_zeros(*v.shape[:3], 1)
-        write = wide(write_factor(self, x)) if write_factor else v.new_ones(*v.shape[:3], 1)
+        forget = wide(self.log_forget(x)) if self.log_forget else v.new_zeros(*v.shape[:3], 1)
+        write = wide(self.write_factor(x)) if self.write_factor else v.new_ones(*v.shape[:3], 1)
         if hidden >= 0:
             write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
         with torch.autocast(q.device.type, enabled=False):
             # the 1 becomes the sum of the row's weights
-            values = F.pad(v, (0, 1), value=1.0) if divisor else v
+            values = F.pad(v, (0, 1), value=1.0) if self.divisor else v
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
-            fused = (
-                past is None
-                and choose_kernel(self.config, q.device.type, self.obstacles) == "triton"
-            )
-            if fused:
-                qkv, forget = (y.to(dtype) for y in inputs[:3]), inputs[3] if log_forget else None
+            if cache is None and self.kernel_on(q.device.type) == "triton":
+                qkv = (y.to(dtype) for y in inputs[:3])
+                forget = inputs[3] if self.log_forget else None
                 o = wide(recurrent_kernels.recur(*qkv, forget, *inputs[4:]))
             else:
-                o = self.run_chunks(inputs, {} if past is None else past, chunk or self.rule.chunk)
-            if divisor:
-                o = o[..., :-1] / divisor(o[..., -1:], None)
-            return self.rule.after(self, o, q, v)
+                o = self.run_chunks(inputs, cache or Cache(), chunk or self.rule.chunk)
+            if self.divisor:
+                o = o[..., :-1] / self.divisor(o[..., -1:], None)
+            return self.rule.after(self, o, q, v) if self.rule.after else o
 
     def rule_inputs(self, q, k, v):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H,
         T, E)."""
-        q, k = wide(self.featured(q)) * self.sight.scale, wide(self.featured(k))
+        q, k = wide(self.featured(q)) * self.scale, wide(self.featured(k))
         k = self.for_score_heads(k, 1)  # as many heads as q
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))  # positions without a query get 0
         return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
 
-    def run_chunks(self, inputs, past, chunk):
+    def run_chunks(self, inputs, cache, chunk):
         """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the
         state after the last whole chunk, and the inputs (`rows`) of the tokens since then: they are
         computed again until their chunk is whole, because all its gradients are taken at the state
@@ -773,41 +791,41 @@ class Recurrent(Mixer):
             if self.rule.start
             else (v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
         )
-        state = past.get("state", start)
+        state = cache.kept.get("state", start)
         if [S.shape for S in state] != [S.shape for S in start]:
             raise ValueError(
                 "the cache holds a state of another recipe, or of another batch: begin with "
                 "model.new_cache()"
             )
-        if "rows" in past:
-            inputs = [torch.cat(pair, 2) for pair in zip(past["rows"], inputs, strict=True)]
+        if "rows" in cache.kept:
+            inputs = [torch.cat(pair, 2) for pair in zip(cache.kept["rows"], inputs, strict=True)]
         T = inputs[0].shape[2]
         full = T if self.has_weights else T - T % size
         outputs = []
         if full:
             o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size)
             outputs.append(o)
-        past["state"] = state
+        cache.kept["state"] = state
         if not self.has_weights:
-            past["rows"] = [y[:, :, full:].clone() for y in inputs]
+            cache.kept["rows"] = [y[:, :, full:].clone() for y in inputs]
         if full < T:
-            outputs.append(all_chunks(chunk, state, past["rows"], size)[0])
+            outputs.append(all_chunks(chunk, state, cache.kept["rows"], size)[0])
         return torch.cat(outputs, 2)[:, :, -new:]
 
     # ----------------------------------------------------------- attention weights, for instruments
 
     @torch.no_grad()
-    def weight_blocks(self, q, k, x, table=None, sight=None):
+    def weight_blocks(self, q, k, x, table=None, mask=None):
         """See Mixer. A rule that is not linear in the values has no weights; then it yields
         `derivatives`."""
         self.check(k, x, table)
-        hidden = (sight or self.sight).hidden
+        hidden = (mask or self.mask).hidden
         blocks_of = self.exact_weights if self.has_weights else self.derivatives
         if hidden < 0:
             yield from blocks_of(q, k, x)
             return
-        rows = kernels.row_blocks(q.shape[2], k.shape[2], q.device)
-        for (_, i), w, without in zip(
+        rows = kernels.row_blocks(q.shape[2], k.shape[2], self.mask, q.device)
+        for (_, _, i), w, without in zip(
             rows, blocks_of(q, k, x), blocks_of(q, k, x, hidden), strict=True
         ):
             yield torch.where((i == hidden)[:, None], w, without)
@@ -816,24 +834,23 @@ class Recurrent(Mixer):
         """weight_blocks of a rule that is linear in the values: the outputs for one-hot values, the
         j-th value being row j of the identity matrix. Memory is O(T)."""
         R, T = q.shape[2], k.shape[2]
-        places, past, q = torch.arange(T, device=q.device), {}, F.pad(q, (0, 0, T - R, 0))
+        places, cache, q = torch.arange(T, device=q.device), Cache(), F.pad(q, (0, 0, T - R, 0))
         for start, stop in itertools.pairwise(
             [*range(0, T - R, kernels.BLOCK), *range(T - R, T, kernels.BLOCK), T]
         ):
             rows = slice(start, stop)
             one_hot = (places[rows, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
-            w = self.read(q[:, :, rows], k[:, :, rows], one_hot, x[:, rows], past, hidden - start)
+            w = self.read(q[:, :, rows], k[:, :, rows], one_hot, x[:, rows], cache, hidden - start)
             if start >= T - R:
                 yield w
 
-    def bytes_read(self, q, k, v, x, table=None, sight=None, past=None):
+    def bytes_read(self, q, k, v, x, table=None, mask=None, cache=None):
         """The state, and what else the cache holds."""
-        return sum(
-            y.nbytes
-            for value in past.values()
-            if not isinstance(value, int)
-            for y in ([value] if isinstance(value, torch.Tensor) else value)
-        )
+        total = 0
+        for kept in cache.kept.values():
+            for y in [kept] if isinstance(kept, torch.Tensor) else kept:
+                total += y.nbytes
+        return total
 
     def derivatives(self, q, k, x, hidden=-1):
         """weight_blocks of any other rule: the mean over channels c of the derivative of o_ic with

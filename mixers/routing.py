@@ -36,9 +36,9 @@ from torch.nn import functional as F
 
 import kernels
 from attention import Rule, softmax
-from axes.base import Constant, Fixed, only, wide
+from axes.base import Constant, Fixed, only
 from axes.queries_keys import SCALES
-from axes.sight import visible
+from kernels import visible, wide
 from mixers.base import Mixer, axes_of
 
 
@@ -78,7 +78,7 @@ class Routing(Mixer):
         super().__init__(config, layer)
         self.sums = 0  # (H, K, D): sums of unit queries and keys nearest to each centroid
 
-    def attend(self, q, k, v, x, table=None, sight=None):
+    def attend(self, q, k, v, x, table=None, mask=None):
         """Softmax inside each cluster; in training its tokens also move the centroids. See
         Mixer."""
         self.check(k, x, table)
@@ -89,25 +89,25 @@ class Routing(Mixer):
                 # (B, H, R + T, K)
                 nearest = F.one_hot(self.closeness(unit).argmax(-1), self.means.shape[1])
                 self.sums = self.sums + (nearest.to(unit.dtype).mT @ unit).sum(0)
-        rows, keys, w, count = self.clusters(q, k, sight)
+        rows, keys, w, count = self.clusters(q, k, mask)
         w = F.dropout(w, self.config.dropout, self.training)
         o = w @ gathered(wide(v), keys)  # (B, H, K, w, E)
         places = rows.flatten(2)[..., None].expand(-1, -1, -1, o.shape[-1])
         o = o.new_zeros(*q.shape[:3], o.shape[-1]).scatter_add(2, places, o.flatten(2, 3)) / count
-        return self.finished(o, x, v)
+        return self.postprocess(o, x, v)
 
     def prepare_heads(self, q, k, *v):
         """Apply norms to queries and keys, and repeat keys (and values) for every head."""
         q, *kv = self.featured(q), self.featured(k), *v
         return q, *(y.repeat_interleave(self.heads // y.shape[1], 1) for y in kv)
 
-    def clusters(self, q, k, sight=None):
+    def clusters(self, q, k, mask=None):
         """Positions of each cluster's queries and keys (B, H, K, w), its softmax weights (B, H, K,
         w, w), and the number of clusters in which a query sees a key (B, H, R, 1), at least 1."""
         R, T = q.shape[2], k.shape[2]
         rows, keys = self.nearest(q), self.nearest(k)
-        seen = visible(rows[..., None] + T - R, keys[..., None, :], sight or self.sight)
-        s = wide(gathered(q, rows) @ gathered(k, keys).mT) * self.sight.scale
+        seen = visible(rows[..., None] + T - R, keys[..., None, :], mask or self.mask)
+        s = wide(gathered(q, rows) @ gathered(k, keys).mT) * self.scale
         w = softmax(s, seen) * seen  # the softmax of a fully masked row is not 0
         sees_any = seen.any(-1).flatten(2).to(w.dtype)
         count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), sees_any)
@@ -143,11 +143,11 @@ class Routing(Mixer):
     # ----------------------------------------------------------- attention weights, for instruments
 
     @torch.no_grad()
-    def weight_blocks(self, q, k, x, table=None, sight=None):
+    def weight_blocks(self, q, k, x, table=None, mask=None):
         """See Mixer. Memory is O(R T), because a cluster's rows come from the whole sequence."""
         self.check(k, x, table)
         q, k = self.prepare_heads(q, k)
-        rows, keys, w, count = self.clusters(q, k, sight)
+        rows, keys, w, count = self.clusters(q, k, mask)
         R, T = q.shape[2], k.shape[2]
         # (B, H, K, w, w): in the flattened matrix
         places = rows[..., None] * T + keys[..., None, :]

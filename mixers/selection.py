@@ -42,11 +42,11 @@ from torch.nn.utils.rnn import pad_sequence
 import kernels
 from attention import RULES, LogSumExp, softmax
 from axes import options
-from axes.base import Choice, Constant, Fixed, only, wide
-from axes.layer import extended
+from axes.base import Choice, Constant, Fixed, only
+from axes.layer import Cache
 from axes.queries_keys import SCALES
 from axes.rows import SINKS, normalised_output
-from axes.sight import visible, visible_count
+from kernels import visible, visible_count, wide
 from kernels import grouped, scaled_scores, weighted_sum
 from mixers.base import Mixer, axes_of
 
@@ -57,8 +57,8 @@ from mixers.base import Mixer, axes_of
 class Select(Choice):
     """One way to choose keys. An index is a dict of tensors about the keys."""
 
-    # k and v of T tokens, the index of the first ones -> index
-    index: Callable = lambda layer, k, v, old: {}
+    # layer, k and v of T tokens, index (a Cache) -> brings the index up to date
+    index: Callable = lambda layer, k, v, index: None
     # layer, q, k, index, i (R,), seen (R, T) -> a mask of the selected keys
     selected: Callable | None = None
     # (B, H, R, T), and their estimated share of softmax
@@ -79,9 +79,7 @@ def topk_mask(layer, rank, seen, always):
 
 def by_score(layer, q, k, index, i, seen):
     """The keys of the highest scores s_ij. Source: the oracle in SparQ, Quest and MagicPIG."""
-    return topk_mask(
-        layer, scaled_scores(q, k, layer.sight.scale), seen, torch.zeros_like(seen)
-    ), None
+    return topk_mask(layer, scaled_scores(q, k, layer.scale), seen, torch.zeros_like(seen)), None
 
 
 # SparQ. s^_ij = sum of q_id k_jd / sqrt(D) over the r components d with the largest |q_id|, divided
@@ -99,13 +97,13 @@ def by_largest_components(layer, q, k, index, i, seen):
     the same."""
     top = q.abs().topk(min(layer.args["components"], q.shape[-1]), -1)  # (B, H, R, r)
     # the index stores each component of all keys in one piece
-    if q.shape[2] == 1 and "channels" in index:
-        s = q.gather(-1, top.indices) @ rows_at(index["channels"], top.indices[:, :, 0])
+    if q.shape[2] == 1 and "channels" in index.kept:
+        s = q.gather(-1, top.indices) @ rows_at(index.kept["channels"], top.indices[:, :, 0])
     else:
         s = grouped(q * torch.zeros_like(q).scatter(-1, top.indices, 1.0), k.mT)  # (B, H, R, T)
     tiny = torch.finfo(q.dtype).tiny  # a query may be 0
     share = top.values.sum(-1, keepdim=True) / q.abs().sum(-1, keepdim=True).clamp(min=tiny)
-    s = wide(s * layer.sight.scale) / share.clamp(min=tiny).sqrt()
+    s = wide(s * layer.scale) / share.clamp(min=tiny).sqrt()
     j = torch.arange(k.shape[2], device=k.device)
     selected = topk_mask(
         layer, s, seen, i[:, None] - j < int(layer.args["local"] * layer.config.topk)
@@ -115,12 +113,13 @@ def by_largest_components(layer, q, k, index, i, seen):
     ] else None
 
 
-def channels(layer, k, v, old):
+def channels(layer, k, v, index):
     """Keys in the order of their components (B, Hk, D, T), and the sum of all values (B, Hk, 1,
     E)."""
-    index, known = dict(old or {}), old["channels"].shape[3] if old else 0
-    extended(index, "channels", k[:, :, known:].mT.contiguous(), 3)
-    return index | {"total": index.get("total", 0) + wide(v[:, :, known:]).sum(2, keepdim=True)}
+    known = index.kept["channels"].shape[3] if "channels" in index.kept else 0
+    index.append("channels", k[:, :, known:].mT.contiguous(), 3)
+    total = wide(v[:, :, known:]).sum(2, keepdim=True)
+    index.kept["total"] = index.kept.get("total", 0) + total
 
 
 # Quest. A page is 16 consecutive keys (--attn_args=page). With the smallest and the largest value
@@ -133,7 +132,7 @@ def by_page(layer, q, k, index, i, seen):
     page."""
     page, T, q = layer.args["page"], k.shape[2], wide(q)
     # (B, Hk, D, P) of whole pages
-    low, high = (wide(index[name])[:, :, : T // page].mT for name in ("low", "high"))
+    low, high = (wide(index.kept[name])[:, :, : T // page].mT for name in ("low", "high"))
     bound = grouped(q.relu(), high) - grouped((-q).relu(), low)  # (B, H, R, P)
     p, own = torch.arange(-(-T // page), device=q.device), i[:, None] // page
     rank = F.pad(bound.detach(), (0, len(p) - bound.shape[-1]))  # the last page may be incomplete
@@ -145,16 +144,16 @@ def by_page(layer, q, k, index, i, seen):
     return chosen.repeat_interleave(page, -1)[..., :T] & seen, None
 
 
-def page_bounds(layer, k, v, old):
+def page_bounds(layer, k, v, index):
     """The smallest and the largest value of each component in every whole page: (B, Hk, P, D)
     each."""
     page = layer.args["page"]
-    index, known, whole = dict(old or {}), old["low"].shape[2] if old else 0, k.shape[2] // page
-    if whole > known or not index:
+    known = index.kept["low"].shape[2] if "low" in index.kept else 0
+    whole = k.shape[2] // page
+    if whole > known or "low" not in index.kept:
         new = k[:, :, known * page : whole * page].unflatten(2, (whole - known, page))
-        extended(index, "low", new.amin(3))
-        extended(index, "high", new.amax(3))
-    return index
+        index.append("low", new.amin(3))
+        index.append("high", new.amax(3))
 
 
 # MagicPIG. A table gives a vector the signs of its products with K random directions as a hash.
@@ -167,7 +166,7 @@ def page_bounds(layer, k, v, old):
 def by_collision(layer, q, k, index, i, seen):
     """The keys whose hashes equal the query's in two or more tables; always the first keys and the
     recent ones."""
-    T, codes = k.shape[2], index["codes"]  # (B, Hk, L, T)
+    T, codes = k.shape[2], index.kept["codes"]  # (B, Hk, L, T)
     own = hashes(layer, q).unflatten(1, (codes.shape[1], -1))  # (B, Hk, H / Hk, L, R)
     count = torch.zeros(*own.shape[:3], q.shape[2], T, dtype=torch.int16, device=q.device)
     for table in range(codes.shape[2]):
@@ -183,7 +182,9 @@ def is_exact(layer, i, j):
 
 def log_collision_chance(layer, q, k, index, i, j):
     """log u_ij, (B, H, R, T), for keys k (B, Hk or H, T, D) at positions j."""
-    k = wide(k) - index["centre"].repeat_interleave(k.shape[1] // index["centre"].shape[1], 1)
+    k = wide(k) - index.kept["centre"].repeat_interleave(
+        k.shape[1] // index.kept["centre"].shape[1], 1
+    )
     cosine = grouped(F.normalize(wide(q), dim=-1), F.normalize(k, dim=-1).mT)
     near = 1 - 4 * torch.finfo(cosine.dtype).eps  # the slope of acos is infinite at 1
     equal, L = (
@@ -196,7 +197,7 @@ def log_collision_chance(layer, q, k, index, i, j):
     return torch.where(is_exact(layer, i, j), 0.0, u.log())
 
 
-def hashed_keys(layer, k, v, old):
+def hashed_keys(layer, k, v, index):
     """The hashes of all keys (B, Hk, L, T) after subtraction of a `centre` (B, Hk, 1, D), since
     keys lie far from 0.
 
@@ -204,13 +205,14 @@ def hashed_keys(layer, k, v, old):
     not see. Here it is the mean of the `recent` keys that follow the `first` ones. Every row that
     samples a key comes after all of them."""
     first, recent = layer.args["first"], layer.args["recent"]
-    index, known = dict(old or {}), old["codes"].shape[3] if old else 0
+    known = index.kept["codes"].shape[3] if "codes" in index.kept else 0
     if known < first + recent:  # so far all keys are exact
-        index.pop("codes", None)
-        some, known = wide(k[:, :, first : first + recent]), 0
-        index["centre"] = some.sum(2, keepdim=True) / max(1, some.shape[2])
-    extended(index, "codes", hashes(layer, wide(k[:, :, known:]) - index["centre"]), 3)
-    return index
+        known = 0
+        index.kept.pop("codes", None)
+        index.buffers.pop("codes", None)
+        some = wide(k[:, :, first : first + recent])
+        index.kept["centre"] = some.sum(2, keepdim=True) / max(1, some.shape[2])
+    index.append("codes", hashes(layer, wide(k[:, :, known:]) - index.kept["centre"]), 3)
 
 
 def hashes(layer, x):
@@ -255,7 +257,7 @@ SELECTS = {
         args={"page": Constant(16, 1, 65536)},
         index=page_bounds,
         selected=by_page,
-        scanned=lambda layer, k, index: index["low"].nbytes + index["high"].nbytes,
+        scanned=lambda layer, k, index: index.kept["low"].nbytes + index.kept["high"].nbytes,
     ),
     "magicpig": Select(
         args={
@@ -270,7 +272,7 @@ SELECTS = {
         index=hashed_keys,
         selected=by_collision,
         log_chance=log_collision_chance,
-        scanned=lambda layer, k, index: index["codes"].nbytes,
+        scanned=lambda layer, k, index: index.kept["codes"].nbytes,
     ),
 }
 
@@ -292,7 +294,7 @@ def rows_at(y, places):
 class Selection(Mixer):
     """A layer of softmax attention over selected keys: (B, T, C) to (B, T, C).
 
-    past, the cache of generation, also holds the index of the keys."""
+    The cache of generation also holds the index of the keys."""
 
     axes, added, trains = AXES, ("planes",), False
     numbers = {"topk": options.Number(0)}
@@ -304,39 +306,41 @@ class Selection(Mixer):
         "rule": "it selects keys for softmax",
     }
 
-    def remember(self, past, x, k, v):
-        """The index of all keys."""
-        past["index"] = self.choices["select"].index(self, self.featured(k), v, past.get("index"))
-        return {"index": past["index"]}
+    def __init__(self, config, layer):
+        super().__init__(config, layer)
+        self.select = self.choices["select"]
 
-    def attend(self, q, k, v, x, table=None, sight=None, index=None):
+    def remember(self, cache, x, k, v):
+        """The index of all keys."""
+        self.select.index(self, self.featured(k), v, cache)
+        return {"index": cache}
+
+    def attend(self, q, k, v, x, table=None, mask=None, index=None):
         """Softmax over the selected keys, see Mixer. index: of all T keys; None: made here."""
         self.check(k, x, table)
-        sight = sight or self.sight
-        q, k, index = self.rule_inputs(q, k, v, sight, index)
-        if q.shape[2] == 1 and sight.hidden < 0:
+        mask = mask or self.mask
+        q, k, index = self.rule_inputs(q, k, v, mask, index)
+        if q.shape[2] == 1 and mask.hidden < 0:
             o, *r = self.step(q, k, v, index)
         else:
-            one_block = partial(self.block, partial(self.row_weights, index, sight))
-            o, *r = kernels.run_blocks(one_block, sight, ("rows", "keys", "keys"), q, k, v)
+            one_block = partial(self.block, partial(self.row_weights, index, mask))
+            o, *r = kernels.run_blocks(one_block, mask, ("rows", "keys", "keys"), q, k, v)
         # an extra key takes its share of the weights
         o = normalised_output(self, o, q, r[0] if r else None, None)
-        return self.finished(o, x, v)
+        return self.postprocess(o, x, v)
 
-    def rule_inputs(self, q, k, v, sight, index=None):
+    def rule_inputs(self, q, k, v, mask, index=None):
         """q and k after norm and learned factor, and the index of all keys, in which a hidden key
         is 0."""
         q, k = self.featured(q), self.featured(k)
         if index is None:
             j = torch.arange(k.shape[2], device=k.device)
-            index = self.choices["select"].index(
-                self, k.masked_fill((j == sight.hidden)[:, None], 0.0), v, None
-            )
-        if self.choices["scale"].factor:
+            index = Cache()
+            self.select.index(self, k.masked_fill((j == mask.hidden)[:, None], 0.0), v, index)
+        if self.score_factor:
             i = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
-            q = (
-                q * self.choices["scale"].factor(self, visible_count(i, sight).to(wide(q).dtype))
-            ).to(q.dtype)
+            n = visible_count(i, mask).to(wide(q).dtype)
+            q = (q * self.score_factor(n)).to(q.dtype)
         return q, k, index
 
     def step(self, q, k, v, index):
@@ -352,25 +356,25 @@ class Selection(Mixer):
         # (B, H, 1, m)
         real = torch.arange(places.shape[-1], device=selected.device) < counts[..., None]
         w, *r = self.weights(q, rows_at(k, places), index, real, i, places[:, :, None])
-        o = weighted_sum(w, rows_at(v, places), self.dropout)
+        o = weighted_sum(w, rows_at(v, places), self.dropout * self.training)
         if share is not None:
-            o = share * o + (1 - share) * self.for_score_heads(index["total"], 1) / k.shape[2]
+            o = share * o + (1 - share) * self.for_score_heads(index.kept["total"], 1) / k.shape[2]
         return o, *r
 
     def selected_now(self, q, k, index):
         """The position (1,) of the last query, the mask of the keys that it selects, and their
         share of softmax: see `Select.selected`."""
         i = torch.tensor([k.shape[2] - 1], device=k.device)
-        return i, *self.choices["select"].selected(
+        return i, *self.select.selected(
             self, q, k, index, i, i.new_ones(1, k.shape[2], dtype=torch.bool)
         )
 
-    def row_weights(self, index, sight, i, q, k):
+    def row_weights(self, index, mask, i, q, k):
         """The weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if it
         is needed."""
         j = torch.arange(k.shape[2], device=k.device)
-        seen = visible(i[:, None], j, sight)  # (R, keys)
-        selected, share = self.choices["select"].selected(self, q, k, index, i, seen)
+        seen = visible(i[:, None], j, mask)  # (R, keys)
+        selected, share = self.select.selected(self, q, k, index, i, seen)
         w, *r = self.weights(q, k, index, selected, i[:, None], j)
         return w if share is None else share * w + (1 - share) * seen / seen.sum(
             -1, keepdim=True
@@ -379,22 +383,22 @@ class Selection(Mixer):
     def weights(self, q, k, index, selected, i, j):
         """The softmax (B, H, R, keys) over the selected keys, and its log-sum-exp if an extra key
         needs it."""
-        s = scaled_scores(q, k, self.sight.scale)
-        if chance := self.choices["select"].log_chance:
+        s = scaled_scores(q, k, self.scale)
+        if chance := self.select.log_chance:
             s = s - chance(self, q, k, index, i, j)
         w = softmax(s, selected)
         return (w, LogSumExp.apply(s, selected, w)) if self.has_extra_key else (w,)
 
     # ------------------------------------------------------------------ for instruments
 
-    def weight_blocks(self, q, k, x, table=None, sight=None):
+    def weight_blocks(self, q, k, x, table=None, mask=None):
         """See Mixer. A mask replaces the selection of keys."""
         self.check(k, x, table)
-        sight = sight or self.sight
-        q, k, index = self.rule_inputs(q, k, k, sight)  # the values do not change the weights
-        return self.softmax_blocks(partial(self.row_weights, index, sight), q, k)
+        mask = mask or self.mask
+        q, k, index = self.rule_inputs(q, k, k, mask)  # the values do not change the weights
+        return self.softmax_blocks(partial(self.row_weights, index, mask), q, k)
 
-    def bytes_read(self, q, k, v, x, table=None, sight=None, index=None):
+    def bytes_read(self, q, k, v, x, table=None, mask=None, index=None):
         """The bytes that the choice of keys reads, and those of the selected keys and values of
         every head."""
         q, k = self.featured(q), self.featured(k)
@@ -402,7 +406,7 @@ class Selection(Mixer):
         attended = selected.sum().item() * (
             k.shape[-1] * k.element_size() + v.shape[-1] * v.element_size()
         )
-        return self.choices["select"].scanned(self, k, index) + attended
+        return self.select.scanned(self, k, index) + attended
 
     @staticmethod
     def cannot_learn(config):
