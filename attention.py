@@ -950,7 +950,7 @@ class Attention(Layer):
             sums = self.rule.normalizes or self.divisor or need_r
             views_subtracted = not (mix is None or sums) and kernels.holds_two_views(q, v)
             o, r = self.fused(q, k, v, t, distance, mask, mix if views_subtracted else None, need_r)
-        elif kernel == "sdpa" and distance is None and mask.hidden < 0 and not need_r:
+        elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
         else:
             o, r = kernels.block_loop(

@@ -23,7 +23,7 @@ def unchanged(attend, layer, module, *inputs):
 def key_hidden(attend, layer, module, *inputs):
     """Attention in which only the first row sees the first key. The number n of a row's keys stays
     the same."""
-    return attend(*inputs, sight=module.sight._replace(hidden=module.ahead))
+    return attend(*inputs, mask=module.mask._replace(hidden=module.sink_tokens))
 
 
 def every_head(model):
@@ -43,7 +43,7 @@ def value_zeroed(chosen, place=0, to_itself=True):
         # grouped heads: every head gets its own copy of values and keys
         if v.shape[1] < module.heads:
             k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
-        row = module.ahead + place
+        row = module.sink_tokens + place
         here = torch.arange(v.shape[2], device=v.device) == row
         o = attend(
             q,

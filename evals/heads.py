@@ -93,7 +93,9 @@ def command(args, run):
         results = [probe.result() for probe in probes]
         maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
         windows.append(rows)
-    outside = run.model.ahead or any(block.attn.has_extra_key for block in run.model.transformer.h)
+    outside = run.model.sink_tokens or any(
+        block.attn.has_extra_key for block in run.model.transformer.h
+    )
     numbers = run.reads(args.split, len(windows[0]), T) | {
         "local": args.local,
         "alpha_sink_is": "extra" if outside else "sink",

@@ -379,6 +379,11 @@ def seeing(see):
     return see_and_attend
 
 
+def call_with(replacement, layer, module, attend, *inputs, **cached):
+    """A Layer.hook: what `instead` asks for, with the layer's number and the layer."""
+    return replacement(partial(attend, **cached), layer, module, *inputs)
+
+
 @contextlib.contextmanager
 def instead(model, replacement):
     """Inside this context every attention layer of a model calls replacement(attend, layer, module,
@@ -386,12 +391,12 @@ def instead(model, replacement):
     output."""
     modules = [module for module in model.modules() if isinstance(module, Layer)]
     for layer, module in enumerate(modules):
-        module.attend = partial(replacement, module.attend, layer, module)  # hides the method
+        module.hook = partial(call_with, replacement, layer, module)
     try:
         yield
     finally:
         for module in modules:
-            del module.attend
+            module.hook = None
 
 
 # --------------------------------------------------------------------------------- lists and tables

@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from axes.sight import visible
 from common import files
 from common.flags import Knobs, knob
 from evals.ablate import costs, output_zeroed
@@ -26,6 +25,7 @@ from evals.measures import MEASURES, Probe
 from evals.pictures import figure_of, pyplot
 from evals.sample import as_ids
 from evals.stream import watching
+from kernels import visible
 
 SENTENCE = "When Alice saw the white rabbit run past her, she ran after the rabbit and fell down a deep hole."
 SHOWN = 32  # tokens of it that are shown
@@ -91,7 +91,7 @@ def command(args, run):
             raise ValueError(
                 f"--{name}={text}, but there are {count} {name}: give numbers from 0 to {count - 1}"
             )
-    queries = ["(sink token)"] * modules[0].ahead + labels
+    queries = ["(sink token)"] * modules[0].sink_tokens + labels
     keys = ["(extra key)"] * any(module.has_extra_key for module in modules) + queries
     first = len(keys) - len(labels)  # the column of the first token
     kinds, of_page = maps_of(run, ids, args)
@@ -176,7 +176,9 @@ def maps_of(run, ids, args):
     kinds, probes, value_norms, stream = [], {"weights": [], "hidden": []}, [], []
     model, rows = run.model, as_ids(ids, run.machine)
     columns = (
-        len(ids) + model.ahead + any(block.attn.has_extra_key for block in model.transformer.h)
+        len(ids)
+        + model.sink_tokens
+        + any(block.attn.has_extra_key for block in model.transformer.h)
     )
 
     def see(layer, module, q, k, v, x, table):
@@ -186,7 +188,7 @@ def maps_of(run, ids, args):
             found = {"view a": a, "view b": b, "difference": found["weights"]}
         if args.html:
             found["hidden"] = module.weights_of(
-                q, k, x, table, module.sight._replace(hidden=module.ahead)
+                q, k, x, table, module.mask._replace(hidden=module.sink_tokens)
             )
             for kind in probes:
                 probes[kind].append(probe_of(module, found[kind], kind == "hidden"))
@@ -245,10 +247,12 @@ def maps_of(run, ids, args):
 def probe_of(module, w, hides):
     """A Probe that has seen the weights w (1, heads, ahead + T, .) of a layer. hides: do later rows
     not see the first key? Then it is not among the keys that they may attend to."""
-    probe, i = Probe(), torch.arange(w.shape[2] - module.ahead, device=w.device)
-    probe.see_rows(module, i, w[:, :, module.ahead :], torch.ones(1, 1, len(i), device=w.device))
+    probe, i = Probe(), torch.arange(w.shape[2] - module.sink_tokens, device=w.device)
+    probe.see_rows(
+        module, i, w[:, :, module.sink_tokens :], torch.ones(1, 1, len(i), device=w.device)
+    )
     if hides:
-        gone = visible(i[1:], 0, module.sight).sum().item()
+        gone = visible(i[1:], 0, module.mask).sum().item()
         probe.sums["pairs"], probe.sums["sparsity"] = (
             probe.sums[name] - gone for name in ("pairs", "sparsity")
         )

@@ -23,7 +23,7 @@ import math
 import torch
 
 from axes.outputs import sigmoid_gate
-from axes.sight import start_of, visible, visible_count
+from kernels import document_start, visible, visible_count
 
 MEASURES = {  # name: its meaning, printed under the table
     "sink": "weight on the first token, mean over rows",
@@ -139,7 +139,7 @@ class Probe:
         """Add one batch of a layer's inputs, as `watch` passes them. counted (B, T): which queries
         count."""
         if counted is None:
-            counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device)
+            counted = torch.ones(len(q), q.shape[2] - module.sink_tokens, device=q.device)
         early = 0  # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
             early = early + self.see_rows(module, i, w, counted[:, None, i])[
@@ -151,16 +151,19 @@ class Probe:
         )
         self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
-        if module.has_extra_key or module.ahead:
+        if module.has_extra_key or module.sink_tokens:
             self.add("extra_eps", sinks[1])
         # (B, H, T)
-        norm = v[:, :, module.ahead :].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
+        norm = (
+            v[:, :, module.sink_tokens :].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
+        )
         self.add("value_norm_ratio", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
         # a silu is not between 0 and 1
         if self.local and module.choices["gate"].gated is sigmoid_gate:
             self.add(
-                "gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead :].mean(-1)
+                "gate",
+                gate_of(module, x, module.shapes["v"][1])[:, :, module.sink_tokens :].mean(-1),
             )
 
     def see_rows(self, module, i, w, counted):
@@ -168,10 +171,10 @@ class Probe:
         counted (B, 1, R): which rows count. Returns the shares of token k and of the key outside
         the sequence, (2, B, H, R)."""
         # n (.., R): the keys that it sees
-        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)
+        here, n = counted.expand(w.shape[:3]), visible_count(i, module.mask)
         extra, w = split_extra(module, w)
         # first (.., R): the first token of its document
-        a, first = w.abs(), start_of(i, module.sight)
+        a, first = w.abs(), document_start(i, module.mask)
         mass = a.sum(-1)
         total = mass + extra + 1e-8  # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
@@ -179,7 +182,7 @@ class Probe:
         row_values = {
             "rows": torch.ones_like(mass),
             "pairs": n,
-            "uniform": visible(i, first, module.sight) / n,
+            "uniform": visible(i, first, module.mask) / n,
             "sink": on(w, first),
             "share": on(a, first) / total,
             "row_mass": w.sum(-1),
@@ -196,9 +199,11 @@ class Probe:
         if self.local:
             j, outside = (
                 torch.arange(w.shape[3], device=w.device),
-                module.has_extra_key or module.ahead,
+                module.has_extra_key or module.sink_tokens,
             )
-            seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)  # (R, T)
+            seen = visible(
+                i[:, None] + module.sink_tokens, j + module.sink_tokens, module.mask
+            )  # (R, T)
             on_tokens = seen.sum(-1)
             # distance from an even spread
             uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen
@@ -218,7 +223,7 @@ class Probe:
     def see_views(self, module, q, k, table=None):
         """Add the two views of a differential recipe, before the subtraction."""
         for i, w in rows_of(module, module.view_blocks(q, k, table)):
-            w, n = split_extra(module, w)[1], visible_count(i, module.sight)
+            w, n = split_extra(module, w)[1], visible_count(i, module.mask)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
                 self.add(f"pairs_{name}", n.expand(view.shape[:3]))
                 self.add(f"sparsity_{name}", n - (view != 0).sum(-1))
@@ -258,7 +263,7 @@ def rows_of(module, blocks):
     learned token ahead."""
     start = 0
     for block, w in enumerate(blocks):
-        w = w[:, :, module.ahead :] if block == 0 else w
+        w = w[:, :, module.sink_tokens :] if block == 0 else w
         yield torch.arange(start, start + w.shape[2], device=w.device), w
         start += w.shape[2]
 
@@ -274,16 +279,14 @@ def split_extra(module, w):
     """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
     tokens (B, H, R, T).
     It is an extra key, or that of a learned token ahead of the sequence."""
-    outside = module.has_extra_key or module.ahead
+    outside = module.has_extra_key or module.sink_tokens
     return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
 
 
 def gate_of(module, x, width=1):
     """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of
     this width. With one gate for each channel, the width is 1 or that of v."""
-    return module.choices["gate"].gated(
-        module, x.new_ones(len(x), module.heads, x.shape[1], width), x
-    )
+    return module.gated(x.new_ones(len(x), module.heads, x.shape[1], width), x)
 
 
 def mean_of(probes):

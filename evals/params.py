@@ -108,7 +108,7 @@ def command(args, run):
         now, windows = [{} for _ in modules], 0
 
         def see(layer, module, q, k, v, x, table):
-            for name, value in figures(module, x[:, module.ahead :]).items():
+            for name, value in figures(module, x[:, module.sink_tokens :]).items():
                 now[layer][name] = now[layer].get(name, 0) + len(x) * value.double()
 
         for rows in batches(run, args, run.window(args.length)):
@@ -167,7 +167,7 @@ def figures(module, x=None):
     on the layer's inputs x (B, T, C; default: zeros) are means."""
     if x is None:
         x = module.c_attn.weight.new_zeros(1, 1, module.config.n_embd, dtype=torch.float32)
-    found, bias, choices, ones = {}, module.distance() or (), module.choices, x.new_ones(1)
+    found, bias, ones = {}, module.distance() or (), x.new_ones(1)
     for name, p in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         if name in HIDDEN or any(p is part for part in bias):
             continue
@@ -183,20 +183,16 @@ def figures(module, x=None):
             found[f"|{name}|"] = p.flatten(1).norm(dim=1) if p.dim() > 1 else p.norm()[None]
     if module.args.get("alpha") == "learned":  # its row input is the power 1 / (alpha - 1)
         found["alpha"] = 1 + 1 / module.rule.row_input(module, ones).flatten()
-    if choices["scale"].factor:
-        found["sharpness"] = (
-            choices["scale"].factor(module, module.config.block_size * ones).flatten()
-        )
+    if module.score_factor:
+        found["sharpness"] = module.score_factor(module.config.block_size * ones).flatten()
     # one number, one for each head, or one for each head and token
     if module.config.diff != "none":
-        found["lambda"] = (
-            choices["diff"].mix(module, x) + x.new_zeros(1, module.heads, 1, 1)
-        ).mean((0, 2, 3))
-    if "forget" in choices and choices["forget"].log_forget:
-        found["kept"] = choices["forget"].log_forget(module, x).exp().mean((0, 2, 3))
+        found["lambda"] = (module.mix(x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
+    if getattr(module, "log_forget", None):
+        found["kept"] = module.log_forget(x).exp().mean((0, 2, 3))
     # Mamba2's time step, the delta rule's beta, or a rate
-    if "write" in choices and choices["write"].write_factor:
-        found["written"] = choices["write"].write_factor(module, x).mean((0, 2, 3))
+    if getattr(module, "write_factor", None):
+        found["written"] = module.write_factor(x).mean((0, 2, 3))
     if hasattr(module, "momentum"):  # the eta of Titans
         found["momentum"] = module.momentum(x).sigmoid().mean((0, 1))
     if getattr(module.rule, "slowed", None):

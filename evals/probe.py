@@ -190,7 +190,7 @@ def probe(
             probes[layer].see_views(module, q, k, table)
         streams[layer].see(module, q, k, v, x)
 
-    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.ahead)):
+    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens)):
         for rows, starts in window_batches(
             model, split, machine, T, count, batch_size, bar, packed=True
         ):

@@ -14,10 +14,10 @@ from pathlib import Path
 import attention
 import mixers
 from axes.options import NUMBERS
-from axes.sight import visible
 from common.flags import Knobs, knob
 from common.runs import ROOT, read_run
 from evals.instrument import model_config
+from kernels import visible
 
 NOT_SHOWN = ("learns", "args", "refuse", "mixes", "kernel")  # fields of a choice
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}

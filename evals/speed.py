@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 import attention
 import kernels
 import mixers
-from axes.sight import visible
+from axes.layer import Cache
 from common import files
 from common.flags import knob
 from common.machine import Machine
@@ -34,6 +34,7 @@ from evals.instrument import (
     window_batches,
 )
 from evals.kernels import time_kernels
+from kernels import visible
 from mixers.focus import Focus, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
@@ -276,28 +277,30 @@ def decoding_step(T, choices, heads, width, machine):
     module = mixers.layer_of(config, 0).to(machine.device).eval()
     if not module.cached:
         return None
-    x, past, calls = torch.randn(1, T, width * heads, device=machine.device), {}, []
+    x = torch.randn(1, T, width * heads, device=machine.device)
+    cache, calls = Cache(), []
 
-    def keep_inputs(q, k, v, *rest, **cached):  # in place of attention
+    def keep_inputs(attend, q, k, v, *rest, **cached):  # in place of attention
+        # a cache as it is now: later steps continue it
+        cached = {n: part.copy() if isinstance(part, Cache) else part for n, part in cached.items()}
         calls.append(((q, k, v, *rest), cached))
         return v.new_zeros(1, module.heads, q.shape[2], v.shape[-1])
 
     if isinstance(module, Recurrent):
-        module(x[:, -64:], past)  # a state is as large after any number of tokens
-    module.attend = keep_inputs
-    if not past:
-        module(x[:, 1:], past)  # fills the cache, without attention
-    module(x[:, :1], past)  # makes room in its buffers
-    again = partial(tree_map, lambda value: value)  # copies dicts and lists, which a step changes
-    module(x[:, :1], again(past))
-    del module.attend  # restores the method
+        module(x[:, -64:], cache)  # a state is as large after any number of tokens
+    module.hook = keep_inputs
+    if not cache.tokens:
+        module(x[:, 1:], cache)  # fills the cache, without attention
+    module(x[:, :1], cache)  # makes room in its buffers
+    module(x[:, :1], cache)
+    module.hook = None
     inputs, cached = calls[-1]
 
     def whole():
-        module(x[:, :1], again(past))
+        module(x[:, :1], cache)
 
     def attend():
-        module.attend(*inputs, **again(cached))
+        module.attend(*inputs, **cached)
 
     return whole, attend, int(module.bytes_read(*inputs, **cached))
 
@@ -379,9 +382,11 @@ def live_tiles(module, q, k, v, x, distance=None):
     heads."""
     total, T, keys = {"live": 0, "all": 0}, k.shape[2], torch.arange(k.shape[2], device=q.device)
     blocks = module.view_blocks(q, k, distance)  # a block has two rows of tiles
-    for (_, i), w in zip(kernels.row_blocks(q.shape[2], T, q.device), blocks, strict=True):
+    for (_, _, i), w in zip(
+        kernels.row_blocks(q.shape[2], T, module.mask, q.device), blocks, strict=True
+    ):
         w = w[..., -T:]  # (B, H, rows, T), without an extra key's column
-        seen = visible(i[:, None], keys, module.sight).expand_as(w)
+        seen = visible(i[:, None], keys, module.mask).expand_as(w)
         for name, cells in (("live", w != 0), ("all", seen)):
             # the last tiles are padded with invisible keys and rows
             padded = F.pad(cells, (0, -T % LIVE_TILE, 0, -len(i) % LIVE_TILE))
@@ -399,12 +404,13 @@ def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]  # backward stops here
 
     def call(skip):
-        sight = module.sight._replace(skip_dead=skip)
+        module.skip_dead = skip
         with machine.autocast():
-            module.attend(*leaves, x, distance, sight).float().square().mean().backward()
+            module.attend(*leaves, x, distance).float().square().mean().backward()
 
     # the same kernel with and without skipping; the output is the same
     seconds = machine.race({skip: partial(call, skip) for skip in (True, False)}, repeats)
+    module.skip_dead = True
     return seconds[False] / seconds[True]
 
 

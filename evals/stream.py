@@ -62,10 +62,13 @@ class Stream:
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
         q, k = entering_the_score(module, q, k)
-        first, rest = k[:, :, module.ahead, None], slice(module.ahead + 1, None)  # (B, H, 1, D)
+        first, rest = (
+            k[:, :, module.sink_tokens, None],
+            slice(module.sink_tokens + 1, None),
+        )  # (B, H, 1, D)
         parts = {"input": x[:, None], "query": q, "key": k, "value": v}
         self.add(
-            {name: part[..., module.ahead :, :].float() for name, part in parts.items()},
+            {name: part[..., module.sink_tokens :, :].float() for name, part in parts.items()},
             cos_qk=F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)),
             cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)),
         )

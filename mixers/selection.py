@@ -46,8 +46,7 @@ from axes.base import Choice, Constant, Fixed, only
 from axes.layer import Cache
 from axes.queries_keys import SCALES
 from axes.rows import SINKS, normalised_output
-from kernels import visible, visible_count, wide
-from kernels import grouped, scaled_scores, weighted_sum
+from kernels import grouped, scaled_scores, visible, visible_count, weighted_sum, wide
 from mixers.base import Mixer, axes_of
 
 # ----------------------------------------------------------- the axis select: which keys a row sees

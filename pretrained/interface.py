@@ -21,10 +21,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 import attention
 from attention import Attention
-from axes.sight import visible
 from common import files
 from evals.instrument import instead, seeing
 from evals.measures import Probe
+from kernels import visible
 from model import GPTConfig
 
 transformers, masks = files.optional("transformers"), files.optional("transformers.masking_utils")
@@ -60,10 +60,9 @@ def attend(
     R, T = query.shape[2], key.shape[2]
     nano = nano_of(module, recipe, query, key, s_aux)
     layer = nano.layer
-    scale = nano.scale * (scaling or layer.width**-0.5) * layer.width**0.5
-    layer.config.window = more.get("sliding_window") or 0
-    layer.config.dropout = dropout  # 0 in eval mode
-    layer.sight = layer.sight._replace(scale=scale, window=layer.config.window)
+    layer.scale = nano.scale * (scaling or layer.width**-0.5) * layer.width**0.5
+    layer.dropout = dropout  # 0 in eval mode
+    layer.mask = layer.mask._replace(window=more.get("sliding_window") or 0)
 
     # keys after the last row are empty places of a static cache
     if attention_mask is None:
@@ -73,12 +72,13 @@ def attend(
         j = torch.arange(T, device=query.device)
         T = int((seen[..., -1, :] * (j + 1)).max())
         i = torch.arange(T - R, T, device=query.device)[:, None]
-        if T < R or not torch.equal(seen, visible(i, j, layer.sight).expand_as(seen)):
+        if T < R or not torch.equal(seen, visible(i, j, layer.mask).expand_as(seen)):
             raise ValueError(
                 f"nano_{recipe} reads whole sequences: without padding, and with a causal mask"
             )
     x = query.new_empty(len(query), R, 0)  # the layer's input, which none of these recipes reads
-    o = layer.attend(query, key[:, :, :T], value[:, :, :T], x, layer.distance())
+    attend_or_hook = partial(layer.hook, layer.attend) if layer.hook else layer.attend
+    o = attend_or_hook(query, key[:, :, :T], value[:, :, :T], x, layer.distance())
     return o.transpose(1, 2), None
 
 
@@ -111,7 +111,7 @@ class Nano(transformers.PreTrainedModel):
         del self.layer.c_attn, self.layer.c_proj  # the model has its own
         if sinks:
             del self.layer.sink_logit
-        self.scale = self.layer.sight.scale  # for scores that the model does not scale by itself
+        self.scale = self.layer.scale  # for scores that the model does not scale by itself
 
     def _init_weights(self, module):
         if module is self.layer:

@@ -53,7 +53,7 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_a
     not change."""
     shared = {} if attn == "softmax" else {"n_head": 4, "n_kv_head": 2}
     module, (q, k, v, x, table), output = first_layer(attn=attn, **shared)
-    chosen, own = last_head(module), module.ahead + 3
+    chosen, own = last_head(module), module.sink_tokens + 3
     before, to_all, to_later = map(
         output, (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, False))
     )
@@ -81,8 +81,8 @@ def test_an_output_is_zeroed_after_gate_and_norm(attn):
 def test_a_hidden_key_has_no_weight(attn):
     module, (q, k, v, x, table), output = first_layer(attn=attn)
     with torch.no_grad():
-        w = module.weights_of(q, k, x, table, sight=module.sight._replace(hidden=module.ahead))
-    assert not w[:, :, module.ahead + 1 :, module.ahead].any()
+        w = module.weights_of(q, k, x, table, mask=module.mask._replace(hidden=module.sink_tokens))
+    assert not w[:, :, module.sink_tokens + 1 :, module.sink_tokens].any()
     close(output(key_hidden), w @ v, terms=16)
 
 

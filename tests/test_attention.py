@@ -13,7 +13,8 @@ from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
 import kernels
-from attention import choose_kernel
+from attention import Attention
+from axes.layer import Cache, choose_kernel
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -96,9 +97,9 @@ def test_initial_draws_have_their_mean_and_spread_within_eight_standard_errors(a
 
 
 def importance_of(module, q, k, v, x):
-    module.measures_importance = True
-    module.attend(q, k, v, x, module.distance())
-    return module.importance
+    found = []
+    module.attend(q, k, v, x, module.distance(), importance=found)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_importance_under_autocast_agrees_with_the_weights_and_lies_between_0_an
     with torch.autocast("cpu", torch.bfloat16):
         found = importance_of(module, q, k, v, x)
         w = module.weights_of(q, k, x)[..., 0]
-    largest = (q @ k.mT).abs().max().item() * module.sight.scale  # the largest argument of exp
+    largest = (q @ k.mT).abs().max().item() * module.scale  # the largest argument of exp
     close(found, 1 - w.mean((0, 2)), terms=4, size=largest)
     assert 0 <= found.min() and found.max() <= 1
 
@@ -214,15 +215,13 @@ KEYS = {"softmax": 192, "window": 6, "streaming": 10}  # in the cache after 192 
 def test_a_cache_keeps_only_what_is_needed(attn):
     """From one whole chunk to another: in between, ttt and titans also hold the inputs of at most
     15 tokens."""
-    module, past, sizes = layer(attn), {}, set()
+    module, cache, sizes = layer(attn), Cache(), set()
     for part in normal(2, 192, 32).split([48, 16, 16, 112], 1):
-        module(part, past)
-        sizes.add(
-            sum(y.numel() for value in past.values() if not isinstance(value, int) for y in value)
-        )
-    assert past["tokens"] == 192 and (len(sizes) == 1 or attn == "softmax")
+        module(part, cache)
+        sizes.add(sum(y.numel() for kept in cache.kept.values() for y in kept))
+    assert cache.tokens == 192 and (len(sizes) == 1 or attn == "softmax")
     if attn in KEYS:
-        assert past["k"].shape[2] == past["v"].shape[2] == KEYS[attn]
+        assert cache.kept["k"].shape[2] == cache.kept["v"].shape[2] == KEYS[attn]
 
 
 def test_dropout_zeroes_its_share_of_the_weights_and_scales_the_others():
@@ -263,7 +262,12 @@ def test_auto_chooses_triton_on_cuda_unless_there_is_dropout_and_elsewhere_sdpa_
         ("cuda", "elastic", 0.1, "torch"),
         ("cuda", "softmax", 0.1, "sdpa"),
     ):
-        assert choose_kernel(tiny_config(attn=attn, dropout=dropout), device) == found
-    assert choose_kernel(tiny_config(kernel="torch"), "cpu") == "torch"
+        assert (
+            choose_kernel(tiny_config(attn=attn, dropout=dropout), device, Attention.obstacles)
+            == found
+        )
+    assert choose_kernel(tiny_config(kernel="torch"), "cpu", Attention.obstacles) == "torch"
     with pytest.raises(ValueError, match="dropout"):
-        choose_kernel(tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda")
+        choose_kernel(
+            tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda", Attention.obstacles
+        )

@@ -25,6 +25,7 @@ from layers import (
 import kernels
 import mixers
 from attention import ATTENTIONS, RULES
+from axes.layer import Cache
 from common.machine import LiveMemory
 from evals import params
 from model import GPT
@@ -86,14 +87,14 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
     module, T = layer(**choices), 21
     q, k, v, x = inputs(module, T)
     for place in (0, 4):
-        hidden, later = module.sight._replace(hidden=place), slice(place + 1, None)
+        hidden, later = module.mask._replace(hidden=place), slice(place + 1, None)
         here = torch.arange(T)[:, None] == place
-        assert module.weights_of(q, k, x, sight=hidden)[:, :, later, place - T].abs().max() == 0
+        assert module.weights_of(q, k, x, mask=hidden)[:, :, later, place - T].abs().max() == 0
         if choices["attn"] == "routing":  # a cluster takes another token in its place
             continue
-        o = module.attend(q, k, v, x, sight=hidden)
+        o = module.attend(q, k, v, x, mask=hidden)
         other = module.attend(
-            q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, sight=hidden
+            q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, mask=hidden
         )
         close(other[:, :, later], o[:, :, later], terms=T)
         close(o[:, :, : place + 1], module.attend(q, k, v, x)[:, :, : place + 1], terms=T)
@@ -114,7 +115,7 @@ def test_no_row_sees_another_document_of_a_pack(choices):
         normal(2, 24, 32).requires_grad_(),
         normal(2, 24, 32, stream=1),
     )
-    if module.config.mixer != "attention" or module.ahead:
+    if module.config.mixer != "attention" or module.sink_tokens:
         with pytest.raises(
             ValueError, match="--docs=1 (needs attention|cannot be used with --sink=token)"
         ):
@@ -128,8 +129,7 @@ def test_no_row_sees_another_document_of_a_pack(choices):
     starts = torch.tensor(
         [[max(begin for begin in begins if begin <= i) for i in range(24)] for begins in PACKED]
     )
-    module.sight = module.sight._replace(starts=starts)
-    o, alone = module(x), torch.cat(parts, 1).view_as(x)
+    o, alone = module(x, None, None, starts), torch.cat(parts, 1).view_as(x)
     g, g_alone = (
         torch.autograd.grad((y * above).sum(), x, retain_graph=True)[0] for y in (o, alone)
     )
@@ -175,9 +175,9 @@ def test_low_precision_is_close_to_float64(choices, dtype):
         layer(**without_jumps(choices, 40), dtype=torch.float32),
         normal(2, 40, 32, dtype=torch.float32),
     )
-    past, parts = ({}, x.split([37, 1, 1, 1], 1)) if module.cached else (None, [x])
+    cache, parts = (Cache(), x.split([37, 1, 1, 1], 1)) if module.cached else (None, [x])
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), torch.no_grad():
-        low = torch.cat([module(part, past) for part in parts], 1)
+        low = torch.cat([module(part, cache) for part in parts], 1)
     assert low.dtype == dtype
     module, x = module.double(), x.double()
     close(low.float(), module(x), terms=1, dtype=dtype, moved=moved_by_rounding(module, [x], dtype))
@@ -286,7 +286,7 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, pac
         first = torch.tensor(
             [[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE
         )
-        fused.sight, loop.sight = (module.sight._replace(starts=first) for module in (fused, loop))
+        fused.mask, loop.mask = (module.mask._replace(starts=first) for module in (fused, loop))
     found, expected = (
         attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
         for module in (fused, loop)

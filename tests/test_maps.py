@@ -61,7 +61,7 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
         ["view a", "view b", "difference"] if differential else ["weights"]
     )
     close([torch.tensor(m["weights"]) for m in found["maps"]], whole)  # six digits are shown
-    extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
+    extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.sink_tokens
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
     assert (
         found["keys"] == ["(extra key)"] * extra + found["queries"]

@@ -9,11 +9,11 @@ from bounds import close, dice
 from conftest import examples, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import in_every_layer, token_ids
 
-from axes.sight import Sight, visible
 from evals.heads import compared, correlation, summary, variation
 from evals.measures import Probe
-from layers import in_every_layer, token_ids
+from kernels import Mask, visible
 from model import GPT
 
 
@@ -76,14 +76,14 @@ def cases(draw):
     """Weights of one head in a few sequences: of either sign or not, with sinks, exact zeros and
     empty rows."""
     T, N = draw(st.integers(1, 12) | st.sampled_from([63, 64, 65, 80])), draw(st.integers(1, 3))
-    random, sight = (
+    random, mask = (
         dice(draw(st.integers(0, 999))),
-        Sight(
+        Mask(
             window=draw(st.sampled_from([0, 0, 1, 4, 30])), first=draw(st.sampled_from([0, 0, 2]))
         ),
     )
     i = torch.arange(T)
-    seen = visible(i[:, None], i, sight)
+    seen = visible(i[:, None], i, mask)
     w = torch.randn(N, T, T, generator=random)
     w = w if draw(st.booleans()) else w.abs()
     for shape in ((N, T, T), (N, T, 1), (N, 1, 1)):  # drop single weights, rows, sequences
@@ -98,10 +98,10 @@ def cases(draw):
         "k": min(T, draw(st.sampled_from([1, 2, 64]))),
         "eps": draw(st.sampled_from([0.02, 0.3, 0.7])),
     }
-    return w, seen, extra, counted, sight, knobs, draw(st.integers(1, T))
+    return w, seen, extra, counted, mask, knobs, draw(st.integers(1, T))
 
 
-def watched(w, extra, sight, block, ahead=0):
+def watched(w, extra, mask, block, ahead=0):
     """A layer whose weights are w (B, heads, T, T), in blocks of rows. ahead: the outer key is a
     token with a row."""
     w = w if extra is None else torch.cat([extra[:, None, :, None], w], -1)
@@ -109,9 +109,9 @@ def watched(w, extra, sight, block, ahead=0):
     return SimpleNamespace(
         weight_blocks=lambda *inputs: w.split(block, 2),
         view_blocks=lambda *inputs: w.split(block, 2),
-        ahead=ahead,
+        sink_tokens=ahead,
         has_extra_key=extra is not None and not ahead,
-        sight=sight,
+        mask=mask,
         choices={"gate": SimpleNamespace(gated=None)},
     )
 
@@ -129,8 +129,8 @@ def close_measures(found, expected):
 @settings(max_examples=examples(60))
 @given(cases())
 def test_measures_of_drawn_weights_equal_their_definitions(case):
-    w, seen, extra, counted, sight, knobs, block = case
-    ahead = int(extra is not None and sight.first == 0 and block % 2 == 0)
+    w, seen, extra, counted, mask, knobs, block = case
+    ahead = int(extra is not None and mask.first == 0 and block % 2 == 0)
     probe, sums, values = (
         Probe(**knobs),
         Probe(local=4),
@@ -138,7 +138,7 @@ def test_measures_of_drawn_weights_equal_their_definitions(case):
     )
     for i, v in enumerate(values.split(1)):
         one = watched(
-            w[i, None, None], None if extra is None else extra[i, None], sight, block, ahead
+            w[i, None, None], None if extra is None else extra[i, None], mask, block, ahead
         )
         probe.see(one, v, v, v, None, counted=None if counted is None else counted[i, None])
         sums.see(one, v, v, v, None)
@@ -151,13 +151,13 @@ def test_measures_of_drawn_weights_equal_their_definitions(case):
 
 @given(cases())
 def test_views_are_measured_before_their_subtraction(case):
-    w, seen, *_, sight, _, block = case
+    w, seen, *_, mask, _, block = case
     views, probe, v = w[[0, -1]], Probe(), torch.ones(1, 1, len(seen), 4)
-    probe.see(watched(views[None, :1] - views[None, 1:], None, sight, block), v, v, v, None)
+    probe.see(watched(views[None, :1] - views[None, 1:], None, mask, block), v, v, v, None)
     assert all(
         probe.result()[f"{name}_{view}"].isnan() for name in ("peak", "sparsity") for view in "ab"
     )
-    probe.see_views(watched(views[None], None, sight, block), v, v)
+    probe.see_views(watched(views[None], None, mask, block), v, v)
     for view, one in zip("ab", views, strict=True):
         expected, _ = defined(one[None], seen)
         close_measures(

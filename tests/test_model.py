@@ -94,7 +94,7 @@ def test_sinusoidal_positions_and_ntk_scaling_equal_their_formulas():
     )
     assert gpt.num_params() == model(pos="none").num_params()
     ntk, larger = (
-        rope_frequencies(tiny_config(**choice), 64, "cpu")
+        rope_frequencies(tiny_config(**choice), 64)
         for choice in ({"rope_scaling": "ntk:4"}, {"rope_base": 10000.0 * 4 ** (64 / 62)})
     )
     close(ntk / larger, torch.ones(32), terms=16)

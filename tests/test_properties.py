@@ -15,6 +15,7 @@ from layers import SCORES, inputs, layer, normal, recipes, scalars, shaped, with
 
 import kernels
 from attention import ATTENTIONS
+from axes.layer import Cache
 from axes.positions import POSITIONS, Distance
 from mixers import focus
 
@@ -131,7 +132,7 @@ def output_and_gradients(attend, distance, module, qkvx, table):
     return dict(zip(of, found, strict=True))
 
 
-def exact_frequencies(config, width, device):
+def exact_frequencies(config, width):
     """RoPE's, in float64. Angles in float32 would take some scores across the kinks of rules."""
     return config.rope_base ** (-torch.arange(width // 2, dtype=torch.float64) / (width // 2))
 
@@ -154,7 +155,7 @@ def rounding(module, q, k, gates=1):
     and the larger the gates, the more does that of their logarithms' sums."""
     if module.config.mixer != "attention":
         return 64 * k.shape[2] * gates
-    return 64 * (1 + module.sight.scale * (q.abs().amax(-1).max() * k.abs().sum(-1).max()).item())
+    return 64 * (1 + module.scale * (q.abs().amax(-1).max() * k.abs().sum(-1).max()).item())
 
 
 @drawn(6)
@@ -194,13 +195,13 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
 def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, data):
     """From x to all gradients, with projections and positions; no row's gradient is of a later
     token. Decoding gives the same if a copy of the cache then reads other tokens."""
-    module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)  # for training alone
+    with mock.patch("axes.positions.rope_frequencies", exact_frequencies):
+        module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)  # for training alone
     assert module.causal == (fixed["attn"] != "routing" and module.config.balance != "sinkhorn")
     T = data.draw(st.just(150) if "pos" in fixed else LENGTHS)  # beyond T5's buckets
     x = normal(2, T, module.config.n_embd)
     names, parameters = zip(*module.named_parameters(), strict=True)
     with (
-        mock.patch("axes.positions.rope_frequencies", exact_frequencies),
         mock.patch.object(kernels, "BLOCK", 16),
         mock.patch.object(focus, "ROWS", 16),
     ):
@@ -214,13 +215,13 @@ def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, da
             (gradient,) = torch.autograd.grad(module(x)[:, :t].square().sum(), x)
             assert not gradient[:, t:].any()
         if module.cached:
-            past, steps, x = {}, [], x.detach()
+            cache, steps, x = Cache(), [], x.detach()
             with torch.no_grad():
                 while x.shape[1]:
                     part, x = x.tensor_split([data.draw(st.sampled_from((1, 1, 2, 9, 20)))], 1)
-                    before = {**past}
-                    steps.append(module(part, past))
+                    before = cache.copy()
+                    steps.append(module(part, cache))
                     module(-part, before)
             found = {"o": torch.cat(steps, 1)}
             agree(module, found, {"o": expected["o"]}, 1000 * T)
-            assert past["tokens"] == T
+            assert cache.tokens == T

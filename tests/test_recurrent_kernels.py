@@ -8,8 +8,9 @@ from conftest import DEVICE, examples
 from hypothesis import example, settings
 
 pytest.importorskip("triton")
-from mixers import recurrent_kernels  # noqa: E402
 from test_recurrent import FORM, assert_exact, draw, forms, results_of  # noqa: E402
+
+from mixers import recurrent_kernels  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("poison")
 SMALL = FORM | {"D": 16, "E": 16}  # one tile, which takes a quarter of the interpreter's time

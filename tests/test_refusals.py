@@ -997,9 +997,10 @@ def attend(attn, rows=9, table=None):
 
 def read(*recipes):
     """Read tokens with one recipe after another and the same cache."""
-    cache = [{}]
-    for attn in recipes:
-        GPT(tiny_config(attn=attn)).eval()(torch.arange(5)[None], cache=cache)
+    models = [GPT(tiny_config(attn=attn)).eval() for attn in recipes]
+    cache = models[0].new_cache()
+    for gpt in models:
+        gpt(torch.arange(5)[None], cache=cache)
 
 
 CALLS = [  # (what the error says, a function, its arguments)

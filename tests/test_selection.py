@@ -8,6 +8,8 @@ import torch
 from bounds import SEED, below, close
 from layers import fresh, inputs, layer, normal
 
+from axes.layer import Cache
+
 
 def test_magicpig_finds_a_key_with_the_probability_that_its_weight_is_divided_by():
     """Over the hashes of 500 seeds, within six standard errors."""
@@ -20,7 +22,8 @@ def test_magicpig_finds_a_key_with_the_probability_that_its_weight_is_divided_by
             n_embd=8,
             attn_args=f"first=0,recent=3,bits=2,tables=4,seed={seed}",
         )
-        index, select = module.choices["select"].index(module, k, k, None), module.choices["select"]
+        index, select = Cache(), module.select
+        select.index(module, k, k, index)
         found = found + select.selected(module, q, k, index, i, torch.ones(1, T).bool())[0].double()
     u = select.log_chance(module, q, k, index, i, torch.arange(T)).exp()
     assert (found[..., -3:] == 500).all()  # the recent keys
@@ -47,7 +50,8 @@ def test_a_step_reads_the_selected_keys_and_values_only(attn, args):
     q, k, v, x = inputs(module, 45)
     # with realloc every value has a weight
     chosen = (plain.weights_of(q, k, x)[:, :, -1] > 0)[..., None]
-    index = module.choices["select"].index(module, k, v, None)
+    index = Cache()
+    module.select.index(module, k, v, index)
     expected = module.attend(q, k, v, x)[:, :, -1:]
     unread = k if attn == "topk" else torch.where(chosen, k, math.nan)
     found = module.attend(

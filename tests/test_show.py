@@ -35,7 +35,7 @@ def test_every_choice_and_learned_tensor_is_there_and_every_place_is_where_its_c
     assert all(f"{name} {tuple(shape)}" in text for name, shape in found["learns"].items())
     if attn == "tda":  # functions around the rule, and those of its kernel
         names = {f"{axis} {name}" for axis, _, name, *_ in found["code"]}
-        assert {"qk_norm normed", "rule row_input", "rule Triton weigh", "diff mix"} <= names
+        assert {"qk_norm fixed_norm", "rule row_input", "rule Triton weigh", "diff mix"} <= names
 
 
 def test_a_recipe_has_the_sizes_of_a_run(elastic_run):

@@ -81,7 +81,7 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
     stream = Stream()
     stream.see_hidden(torch.ones(1, 6, 8), 0)
     plain = SimpleNamespace(
-        ahead=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x
+        sink_tokens=0, width=4, featured=lambda x: x, for_score_heads=lambda x, axis: x
     )
     stream.see(plain, q, k, torch.ones(1, 2, 6, 4), torch.ones(1, 6, 8))
     expected = {
@@ -114,7 +114,7 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
         streams[layer].see(module, q, k, v, x)
         return attend(q, k, v, x, table)
 
-    with instead(gpt, look), watching(gpt, lambda l, h: streams[l].see_hidden(h, gpt.ahead)):
+    with instead(gpt, look), watching(gpt, lambda l, h: streams[l].see_hidden(h, gpt.sink_tokens)):
         gpt(token_ids(3, 16))
     found = [stream.result()["positions"] for stream in streams]
     for name, inputs, places in (

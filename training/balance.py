@@ -59,9 +59,9 @@ def check_balance(knobs, config):
                 "has neither: choose such a recipe, or add --gate=head or --gate=element"
             )
         hidden = kind.window and not kind.first or knobs.docs
-        if not gated and hidden and SINKS[kind.sink].score is None:
+        if not gated and hidden and SINKS[kind.sink].extra_score is None:
             raise ValueError(
-                "--head_balance balances the sink on a sequence's first token, which is out of sight with "
+                "--head_balance balances the sink on a sequence's first token, which is out of mask with "
                 "--docs or beyond --window: add --first=1, a --sink or a --gate, or leave out --docs"
             )
     heads = torch.zeros(config.n_layer, config.n_head)
