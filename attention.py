@@ -1,7 +1,8 @@
 """How attention scores become attention weights: the rules, the published recipes, and the layer
 around them.
 
-One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The weights come from a rule
+One head's output is  o_i = sum_j w_ij v_j  over the keys j that row i sees. The weights come from a
+rule
 
     w_ij = f(s_ij; r_i, t_i)
 
@@ -67,10 +68,9 @@ from kernels import (
 #           where U_i = sum_j u_ij v_j / sum_j z_ij
 #   lift    s, t, power -> another score, which replaces s in weigh. Few rules have it
 # For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the
-# threshold.
-# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the
-# hardware computes 2^x.
-# A comment above a line of Triton gives the same in PyTorch, unless both read alike.
+# threshold. s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because
+# the hardware computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both
+# read alike.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -229,8 +229,9 @@ RULES["elastic"] = Rule(
 )
 
 # -------------------------------------------------------------------------------- entmax, sparsemax
-# w_ij = x_ij^a,   x_ij = relu(s_ij / a - r_i),   r_i such that the row sums to 1,   a = 1 / (alpha - 1), the power
-# ds_ij = u_ij (g_ij - delta_i),   u_ij = x_ij^(a - 1),   U_i = sum_j u_ij v_j / sum_j u_ij    Peters et al. 2019, eq. 7
+# w_ij = x_ij^a,   x_ij = relu(s_ij / a - r_i),   a = 1 / (alpha - 1), the power,
+# r_i such that the row sums to 1                                          Peters et al. 2019, eq. 7
+# ds_ij = u_ij (g_ij - delta_i),   u_ij = x_ij^(a - 1),   U_i = sum_j u_ij v_j / sum_j u_ij
 
 
 def entmax(s, seen, t=None, power=2.0):
@@ -268,7 +269,8 @@ def entmax_threshold(z, power):
     for _ in range(60):  # usually stops after 2 to 10
         x = (z - r).relu_()
         w = x**power
-        total, u = w.sum(-1, keepdim=True), w.div_(x.clamp_(min=torch.finfo(z.dtype).tiny))
+        total = w.sum(-1, keepdim=True)
+        u = w.div_(x.clamp_(min=torch.finfo(z.dtype).tiny))
         step = (total - total ** (1 - 1 / power)) / u.sum(-1, keepdim=True)
         r = r + step
         if step.abs().max() < 2 * torch.finfo(z.dtype).eps:
@@ -293,9 +295,8 @@ def sparsemax(s, seen, t=None, power=1.0):
 
 
 # A learned power differs from row to row: t holds it, and the constant power is 0. The gradient of
-# t is
-# dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). It includes the derivative of x = s / t - r by
-# t, -(x + r) / t. The term with r vanishes, because ds sums to 0 over the row.
+# t is dt_i = sum_j (g_ij - delta_i) w_ij (log x_ij - 1). It includes the derivative of
+# x = s / t - r by t, -(x + r) / t. The term with r vanishes, because ds sums to 0 over the row.
 
 
 @jit
@@ -362,20 +363,20 @@ RULES["entmax"] = Rule(
 RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
 # -------------------------------------------------------------------------------------------- lssar
-# a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),   w_ij = x_ij^power / sum_k x_ik^power
-# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s),
-# and w is the softmax
-# of power log x, because x^power overflows.                    Gao & Spratling 2501.13428, eq. 4, 5
+# a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),
+# w_ij = x_ij^power / sum_k x_ik^power                          Gao & Spratling 2501.13428, eq. 4, 5
 # ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij
+# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s).
+# There w is the softmax of power log x, because x^power overflows.
 
 
 def lssar(s, seen, t, power=15.0):
-    """a_ij = softplus(s_ij) / sum_k softplus(s_ik),  w_ij = x_ij^power / sum_k x_ik^power,  x_ij = relu(a_ij - t_i).
+    """w_ij = x_ij^power / sum_k x_ik^power, with x_ij = relu(a_ij - t_i) and
+    a_ij = softplus(s_ij) / sum_k softplus(s_ik).
 
     t_i = 1 / n_i, or 0 if the row sees at most three keys (the paper's o_i / n_i). Keys below the
     uniform share 1 / n_i get weight 0, and the power sharpens the others. Every row sums to 1, but
-    a uniform row of more than three keys
-    is empty. So a sink may remain.
+    a uniform row of more than three keys is empty. So a sink may remain.
     No learned scalars: the recipe normalises q and k to unit length, and the score is log(d)
     log(n_i) q.k.
     Source: Gao & Spratling 2501.13428, eq. 4 and 5. Threshold Differential Attention, table 1, says
@@ -496,7 +497,8 @@ def softpick_slope(s, r, t, power: tl.constexpr, g, delta):
 
 @jit
 def softpick_settle(r, t, power: tl.constexpr, sum_w, sum_z, FIRST: tl.constexpr):
-    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)     (m: the argument r)
+    # r = m + torch.log(torch.abs(torch.exp(s - m) - torch.exp(-m)).sum(-1) + 1e-8)
+    # (m: the argument r)
     return r + tl.log2(sum_z + 1e-8)
 
 
@@ -542,7 +544,8 @@ RULES["relu"] = Rule(
 )
 
 # ---------------------------------------------------------------------------------------------- tra
-# w_ij = relu(s_ij - t_i)^power,   t_i = beta_h sqrt(2 log(n_i / kappa) / d)     Threshold Differential Attention, eq. 1
+# w_ij = relu(s_ij - t_i)^power                              Threshold Differential Attention, eq. 1
+# t_i = beta_h sqrt(2 log(n_i / kappa) / d)
 # ds_ij = power relu(s_ij - t_i)^(power - 1) (g_ij - delta_i)
 
 
@@ -617,9 +620,8 @@ def sigmoid(s, seen, t):
 
 def sigmoid_threshold(layer, n):
     """t_i = log(block_size), the negative of the published bias; the same on every row."""
-    return torch.full_like(
-        n, math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0
-    )[..., None]
+    bias = math.log(layer.config.block_size) if layer.args["length_bias"] else 0.0
+    return torch.full_like(n, bias)[..., None]
 
 
 @jit
@@ -706,6 +708,7 @@ RULES["identity"] = Rule(
 # preset's value, else the default, which is the first value in the axis' table. A recipe with a
 # "mixer" builds another layer than `Attention` below: mixers/ explains its choices.
 
+# fmt: off
 ATTENTIONS = {
     "softmax": {"rule": "softmax"},
     # scores that grow with the number of keys, so that longer rows are not flatter
@@ -772,92 +775,29 @@ ATTENTIONS = {
     "sparq": {"mixer": "selection", "rule": "softmax", "select": "sparq", "topk": 32},
     "quest": {"mixer": "selection", "rule": "softmax", "select": "quest", "topk": 32},
     "magicpig": {"mixer": "selection", "rule": "softmax", "select": "magicpig"},
-    # a state instead of keys: the rules and axes of mixers/recurrent.py
-    # `linear` in O(T)
+    # a state instead of keys: rules and axes of mixers/recurrent.py. `linear` in O(T) comes first
     "linear_state": {"mixer": "recurrent", "rule": "add", "feature": "elu", "normalize": "sum"},
-    "retnet": {
-        "mixer": "recurrent",
-        "rule": "add",
-        "forget": "fixed",
-        "pos": "rope",
-        "out_norm": "head",
-        "gate": "silu",
-    },
-    "gla": {
-        "mixer": "recurrent",
-        "rule": "add",
-        "forget": "channel",
-        "pos": "none",
-        "out_norm": "head",
-        "gate": "silu",
-        "args": {"chunk": 16},
-    },
-    "mamba2": {
-        "mixer": "recurrent",
-        "rule": "ssd",
-        "forget": "dt",
-        "write": "dt",
-        "pos": "none",
-        "conv": "on",
-        "scale": "one",
-        "out_norm": "all",
-        "gate": "silu_first",
-    },
-    "deltanet": {
-        "mixer": "recurrent",
-        "rule": "delta",
-        "write": "beta",
-        "pos": "none",
-        "conv": "on",
-        "qk_norm": "l2",
-        "out_norm": "head",
-    },
-    "gated_deltanet": {
-        "mixer": "recurrent",
-        "rule": "delta",
-        "forget": "dt",
-        "write": "beta",
-        "pos": "none",
-        "conv": "on",
-        "qk_norm": "l2",
-        "out_norm": "head",
-        "gate": "silu",
-    },
-    "kda": {
-        "mixer": "recurrent",
-        "rule": "delta",
-        "forget": "channel_dt",
-        "write": "beta",
-        "pos": "none",
-        "conv": "on",
-        "qk_norm": "l2",
-        "out_norm": "head",
-        "gate": "low_rank",
-        "args": {"chunk": 16},
-    },
-    "ttt": {
-        "mixer": "recurrent",
-        "rule": "descent",
-        "write": "rate",
-        "pos": "rope",
-        "scale": "one",
-        "out_norm": "layer",
-        "args": {"chunk": 16},
-    },
-    "titans": {
-        "mixer": "recurrent",
-        "rule": "momentum",
-        "forget": "alpha",
-        "write": "rate",
-        "pos": "none",
-        "conv": "on",
-        "qk_norm": "l2",
-        "scale": "one",
-        "out_norm": "head",
-        "gate": "silu",
-        "args": {"chunk": 16},
-    },
+    "retnet": {"mixer": "recurrent", "rule": "add", "forget": "fixed", "pos": "rope",
+               "out_norm": "head", "gate": "silu"},
+    "gla": {"mixer": "recurrent", "rule": "add", "forget": "channel", "pos": "none",
+            "out_norm": "head", "gate": "silu", "args": {"chunk": 16}},
+    "mamba2": {"mixer": "recurrent", "rule": "ssd", "forget": "dt", "write": "dt", "pos": "none",
+               "conv": "on", "scale": "one", "out_norm": "all", "gate": "silu_first"},
+    "deltanet": {"mixer": "recurrent", "rule": "delta", "write": "beta", "pos": "none",
+                 "conv": "on", "qk_norm": "l2", "out_norm": "head"},
+    "gated_deltanet": {"mixer": "recurrent", "rule": "delta", "forget": "dt", "write": "beta",
+                       "pos": "none", "conv": "on", "qk_norm": "l2", "out_norm": "head",
+                       "gate": "silu"},
+    "kda": {"mixer": "recurrent", "rule": "delta", "forget": "channel_dt", "write": "beta",
+            "pos": "none", "conv": "on", "qk_norm": "l2", "out_norm": "head", "gate": "low_rank",
+            "args": {"chunk": 16}},
+    "ttt": {"mixer": "recurrent", "rule": "descent", "write": "rate", "pos": "rope",
+            "scale": "one", "out_norm": "layer", "args": {"chunk": 16}},
+    "titans": {"mixer": "recurrent", "rule": "momentum", "forget": "alpha", "write": "rate",
+               "pos": "none", "conv": "on", "qk_norm": "l2", "scale": "one", "out_norm": "head",
+               "gate": "silu", "args": {"chunk": 16}},
 }
+# fmt: on
 
 
 def recipe(name):
@@ -875,8 +815,8 @@ def pattern(text):
         words = re.fullmatch(r"(\w+)(?:\*([1-9]\d?))?((?:,\w+=[^,=]+)*)", part)
         if not words or words[1] not in ATTENTIONS:
             raise ValueError(
-                f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes are "
-                f"{', '.join(ATTENTIONS)}"
+                f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes "
+                f"are {', '.join(ATTENTIONS)}"
             )
         found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(
             words[2] or 1

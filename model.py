@@ -368,11 +368,6 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=1337):
         super().__init__()
-        check_memory(
-            config.n_layer * MODULES,
-            f"n_layer={config.n_layer}: the Python objects of the blocks need",
-            "lower n_layer",
-        )
         self.config, kinds = config, config.kinds
         self.sink_tokens = SINKS[config.sink].tokens  # before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of token ids
@@ -679,7 +674,8 @@ def check_size(config, copies):
     count = model.num_params() + (config.n_layer - one.n_layer) * block
     check_memory(
         config.n_layer * MODULES + 4 * copies * count,
-        f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} blocks, needs",
+        f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} "
+        "blocks, needs",
         "lower n_layer or n_embd, or use a larger machine",
     )
 

@@ -27,7 +27,7 @@ class Constant(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One value of an axis. Each axis adds fields for what its values compute; see Layer.__init__."""
+    """One value of an axis. Each axis adds fields for what its values compute."""
 
     learns: Callable = lambda layer: {}  # layer -> {name: what Layer.add accepts}
     args: dict[str, Constant] = dataclasses.field(default_factory=dict)
@@ -82,7 +82,10 @@ def whole_bias(bias, heads, width):
 def wrong_bias_dims(config, args, choices):
     dims = args.get("bias_dims", "all")
     if dims != "all" and (dims != int(dims) or dims > config.head_width):
-        return f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's {config.head_width} channels"
+        return (
+            f"--attn_args: bias_dims={dims:g} must be a whole number, at most a head's "
+            f"{config.head_width} channels"
+        )
 
 
 def split_heads(x, heads, width):

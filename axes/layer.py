@@ -281,7 +281,7 @@ class Layer(nn.Module):
         """Project the outputs of all heads y (B, heads, R, E) to (B, R, C)."""
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
-    # ------------------------------------------------------------------ for model, training and instruments
+    # ---------------------------------------------------- for model, training and instruments
 
     def weights_of(self, q, k, x, table=None, mask=None):
         """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column

@@ -28,11 +28,14 @@ AXES = {  # axis: its values, the default first; attention.py adds the axis rule
 
 def wrong_window(config, args, choices):
     if not config.window:
-        return f"--window_every={config.window_every} and --first={config.first} change a window: add --window=N"
+        return (
+            f"--window_every={config.window_every} and --first={config.first} change a window: "
+            "add --window=N"
+        )
     if config.first and choices["pos"].rotates and config.feature == "elu":
         return (
-            f"--first with --pos={config.pos} gives first and recent keys channels of their own, and --feature=elu "
-            "makes the unused ones 1 instead of 0: use another --feature or --pos"
+            f"--first with --pos={config.pos} gives first and recent keys channels of their own, "
+            "and --feature=elu makes the unused ones 1 instead of 0: use another --feature or --pos"
         )
 
 
@@ -43,7 +46,7 @@ class Number(NamedTuple):
     refuse: Callable | None = None  # config, args, choices -> why another value is refused, or None
 
 
-# axes/sight.py says what they do
+# kernels.Mask says what they do
 NUMBERS = {
     "window": Number(0),
     "window_every": Number(1, wrong_window),
@@ -60,11 +63,9 @@ def constants(config, axes):
     """{name: value} of every constant of a config. --attn_args "name=value,name=value" beats the
     recipe's own `args`, which beat the defaults. Raises ValueError on an unknown name or a wrong
     value."""
-    known = {
-        name: constant
-        for choice in chosen(config, axes).values()
-        for name, constant in choice.args.items()
-    }
+    known = {}
+    for choice in chosen(config, axes).values():
+        known |= choice.args
     args = {name: constant.default for name, constant in known.items()}
     args |= {name: value for name, value in config.recipe.get("args", {}).items() if name in known}
     for part in filter(None, config.attn_args.split(",")):
@@ -84,18 +85,14 @@ def parse_value(name, text, constant):
     if text == word:
         return text
     switch, whole = isinstance(default, bool), isinstance(default, int)
+    switches = {"true": True, "1": True, "false": False, "0": False}
     try:
-        value = (
-            {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-            if switch
-            else float(text)
-        )
+        value = switches[text.lower()] if switch else float(text)
     except (KeyError, ValueError):
         value = math.nan
     if not (math.isfinite(value) and low <= value <= high and not (whole and value % 1)):
         between = f" from {low:g} to {high:g}" if math.isfinite(low) else ""
         allowed = "1 or 0" if switch else f"a {'whole ' * whole}number{between}"
-        raise ValueError(
-            f"--attn_args {name}={text}: use {allowed}" + (f", or {word}" if word else "")
-        )
+        allowed += f", or {word}" if word else ""
+        raise ValueError(f"--attn_args {name}={text}: use {allowed}")
     return type(default)(value) if whole else value

@@ -38,8 +38,8 @@ def dex_corrected(layer, o, v):
 
     lambda(t) = (1 - a) a lambda_init + a lambda_learned, with a = min(1, progress / anneal) and
     progress from 0 to 1 over the training. W and lambda_learned start at 0, where their gradients
-    are 0. The first term, which fades in
-    and out again, gives W a gradient. Once W is not 0, lambda_learned has one as well.
+    are 0. The first term, which fades in and out again, gives W a gradient. Once W is not 0,
+    lambda_learned has one as well.
     Source: Kong et al. 2505.16333. Differs from the paper: it corrects some heads of a trained
     model, here all."""
     a = (layer.progress / layer.args["anneal"]).clamp(max=1.0)
@@ -59,7 +59,10 @@ def without_own_value(layer, o, v):
 
 def no_norm_after(config, args, choices):
     if config.out_norm != "none":
-        return f"--exclude=own leaves only rounding errors in rows of one key: leave out --out_norm={config.out_norm}"
+        return (
+            "--exclude=own leaves only rounding errors in rows of one key: leave out "
+            f"--out_norm={config.out_norm}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +89,8 @@ DEXES = {
         learns=lambda layer: {
             "dex_proj": nn.Linear(layer.shapes["v"][1], layer.shapes["v"][1], bias=False),
             "dex_proj.weight": Normal(0.0),
-            # GPT.set_progress sets it
             "dex_lambda": torch.zeros(1),
-            "progress": Fixed(torch.zeros(())),
+            "progress": Fixed(torch.zeros(())),  # GPT.set_progress sets it
         },
     ),
 }
@@ -116,9 +118,8 @@ def gated_norm(layer, o):
     """The joint norm of o, times sigmoid(g o). The vector g starts as N(0, 0.02). Source: ReLA's
     second form."""
     together = o.transpose(1, 2).flatten(2).to(layer.out_norm.weight.dtype)  # (B, R, heads E)
-    return split_heads(
-        layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together), *o.shape[1::2]
-    )
+    together = layer.out_norm(together) * torch.sigmoid(layer.norm_gate * together)
+    return split_heads(together, *o.shape[1::2])
 
 
 def norm_of_output(layer, heads):

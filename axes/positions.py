@@ -165,7 +165,7 @@ class Rope:
         self.frequencies = {torch.device("cpu"): rope_frequencies(config, self.width)}
 
     def __call__(self, positions):
-        """P, [cos | cos | 1] and [-sin | sin | 0] of the angles at positions (.., T): (.., T, D)."""
+        """P, [cos | cos | 1] and [-sin | sin | 0] (.., T, D) of the angles at positions (.., T)."""
         device = positions.device
         if device not in self.frequencies:
             self.frequencies[device] = self.frequencies[torch.device("cpu")].to(device)

@@ -47,12 +47,13 @@ def wrong_normalizer(config, args, choices):
     if config.normalize == "sum" and config.rule == "identity" and config.feature != "elu":
         return (
             "--normalize=sum divides by row sums, which can be 0, because --rule=identity with "
-            f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use --normalize=max1"
+            f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use "
+            "--normalize=max1"
         )
     if choices["rule"].normalizes:
         return (
-            f"--normalize={config.normalize} is for rules without a normaliser of their own, such as relu or "
-            f"sigmoid: leave it out with --rule={config.rule}"
+            f"--normalize={config.normalize} is for rules without a normaliser of their own, such "
+            f"as relu or sigmoid: leave it out with --rule={config.rule}"
         )
 
 
@@ -120,9 +121,15 @@ def wrong_sink(config, args, choices):
     if config.sink == "token" and config.window and not config.first:
         return "--sink=token cannot be seen beyond --window: add --first=1"
     if choices["sink"].extra_score and config.rule != "softmax":
-        return f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, which only it has"
+        return (
+            f"--sink={config.sink} needs --rule=softmax: an extra key is merged by log-sum-exp, "
+            "which only it has"
+        )
     if args.get("value_even") and args["value_norm"] == "learned":
-        return "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add value_norm=NUMBER"
+        return (
+            "--attn_args=value_even=1 needs a fixed norm of the extra key's value: add "
+            "value_norm=NUMBER"
+        )
     return wrong_bias_dims(config, args, choices)
 
 
@@ -225,7 +232,10 @@ def shrunk(layer, o):
 
 def needs_pairs(config, args, choices):
     if config.n_kv_head % 2:
-        return f"--diff=v1 pairs heads: n_head={config.n_head} and n_kv_head={config.n_kv_head} must both be even"
+        return (
+            f"--diff=v1 pairs heads: n_head={config.n_head} and n_kv_head={config.n_kv_head} must "
+            "both be even"
+        )
 
 
 def same_heads(H, K, D):
