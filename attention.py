@@ -815,8 +815,8 @@ def pattern(text):
         words = re.fullmatch(r"(\w+)(?:\*([1-9]\d?))?((?:,\w+=[^,=]+)*)", part)
         if not words or words[1] not in ATTENTIONS:
             raise ValueError(
-                f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; recipes "
-                f"are {', '.join(ATTENTIONS)}"
+                f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; "
+                f"recipes are {', '.join(ATTENTIONS)}"
             )
         found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(
             words[2] or 1

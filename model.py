@@ -376,13 +376,13 @@ class GPT(nn.Module):
         if places := POSITIONS[config.pos].embeds:
             # of absolute positions
             embeddings["wpe"] = places(self.sink_tokens + config.block_size, config.n_embd)
+        blocks = [Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)]
+        # GPT-2's names, which every checkpoint contains
         self.transformer = nn.ModuleDict(
-            {  # GPT-2's names, which every checkpoint contains
+            {
                 **embeddings,
                 "drop": nn.Dropout(config.dropout),
-                "h": nn.ModuleList(
-                    Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)
-                ),
+                "h": nn.ModuleList(blocks),
                 "ln_f": make_norm(config),
             }
         )
@@ -415,22 +415,18 @@ class GPT(nn.Module):
         std = {}  # {name of a parameter: its standard deviation}
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                ends_a_branch = name.endswith("c_proj")
-                std[f"{name}.weight"] = (
-                    0.02 / math.sqrt(2 * self.config.n_layer) if ends_a_branch else 0.02
-                )
+                std[f"{name}.weight"] = 0.02
+                if name.endswith("c_proj"):  # it ends a branch
+                    std[f"{name}.weight"] /= math.sqrt(2 * self.config.n_layer)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
         for layer, block in enumerate(self.transformer.h):
-            std |= {
-                f"transformer.h.{layer}.attn.{name}": value
-                for name, value in block.attn.init_std.items()
-            }
+            for name, value in block.attn.init_std.items():
+                std[f"transformer.h.{layer}.attn.{name}"] = value
         for name, p in self.named_parameters():  # a tied lm_head is listed once, as wte
             if name in std:
-                p.normal_(
-                    0.0, std[name], generator=generator_of(seed, name.removesuffix(".weight"))
-                )
+                generator = generator_of(seed, name.removesuffix(".weight"))
+                p.normal_(0.0, std[name], generator=generator)
         if self.sink_tokens:
             self.sink_token.normal_(0.0, 0.02, generator=generator_of(seed, ".sink_token"))
 
@@ -525,18 +521,17 @@ class GPT(nn.Module):
         embeddings=False leaves out tables that are only looked up, as scaling laws do: the position
         embedding, and the token embedding unless it is tied."""
         count = sum(p.numel() for p in self.parameters())
-        tables = [self.transformer.wpe] if "wpe" in self.transformer else []
-        tables += [] if self.config.tied else [self.transformer.wte]
-        if not embeddings:
-            count -= sum(p.numel() for table in tables for p in table.parameters())
-        return count
+        if embeddings:
+            return count
+        if "wpe" in self.transformer:
+            count -= sum(p.numel() for p in self.transformer.wpe.parameters())
+        return count if self.config.tied else count - self.transformer.wte.weight.numel()
 
     def flops_per_token(self):
         """Floating-point operations of training on one token, forward and backward, as in PaLM's
         appendix B: 6 N, plus the operations of each attention layer, such as 12 C T."""
-        return 6 * self.num_params(embeddings=False) + sum(
-            block.attn.flops_per_token() for block in self.transformer.h
-        )
+        of_attention = sum(block.attn.flops_per_token() for block in self.transformer.h)
+        return 6 * self.num_params(embeddings=False) + of_attention
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, head_lr=1.0):
         """AdamW on all parameters that require a gradient.
@@ -544,24 +539,26 @@ class GPT(nn.Module):
         Matrices and embeddings decay; biases and norms do not. Parameters outside linear layers,
         embeddings and norms, such as one scalar a head, do not decay, and learn head_lr times as
         fast."""
-        groups = {"decay": [], "no_decay": [], "head": []}
+        decay, no_decay, head = {}, {}, {}  # as keys: a tied weight belongs to two modules
         for module in self.modules():
             plain = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
             for p in module.parameters(recurse=False):
-                if p.requires_grad:
-                    groups["head" if not plain else "decay" if p.dim() > 1 else "no_decay"].append(
-                        p
-                    )
-        groups = [
-            {
-                "params": list(dict.fromkeys(params)),  # a tied weight belongs to two modules
-                "weight_decay": weight_decay if kind == "decay" else 0.0,
-                # train.py multiplies the learning rate by it
-                "lr_scale": head_lr if kind == "head" else 1.0,
-            }
-            for kind, params in groups.items()
-            if params
-        ]
+                if not plain:
+                    head[p] = True
+                elif p.dim() > 1:
+                    decay[p] = True
+                else:
+                    no_decay[p] = True
+        groups = []
+        for params, decays, lr_scale in (
+            (decay, weight_decay, 1.0),
+            (no_decay, 0.0, 1.0),
+            (head, 0.0, head_lr),
+        ):
+            # train.py multiplies the learning rate by lr_scale
+            params = [p for p in params if p.requires_grad]
+            group = {"params": params, "weight_decay": decays, "lr_scale": lr_scale}
+            groups += [group] if params else []
         # one kernel for all parameters
         fused = self.lm_head.weight.device.type in ("cuda", "cpu", "mps")
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
@@ -603,8 +600,8 @@ class GPT(nn.Module):
         the fewest whose probabilities sum to p. A row that has drawn an id in `stop` repeats that
         id, and generation ends early when all rows have stopped. With relative positions the
         context grows without limit. With absolute ones, a context longer than block_size is cropped
-        to its last block_size tokens and read without a cache. Raises ValueError on
-        an empty prompt or unknown id."""
+        to its last block_size tokens and read without a cache. Raises ValueError on an empty prompt
+        or unknown id."""
         if idx.shape[1] == 0 or idx.min() < 0 or idx.max() >= self.config.vocab_size:
             raise ValueError(
                 f"a prompt needs at least one token, with ids in 0..{self.config.vocab_size - 1}"
@@ -616,11 +613,8 @@ class GPT(nn.Module):
         generator = None if seed is None else torch.Generator(idx.device).manual_seed(seed)
         limit = self.config.block_size if "wpe" in self.transformer else math.inf
         # a recipe that cannot be decoded step by step reads all tokens again for each new one
-        cache = (
-            self.new_cache()
-            if use_cache and all(block.attn.cached for block in self.transformer.h)
-            else None
-        )
+        cached = use_cache and all(block.attn.cached for block in self.transformer.h)
+        cache = self.new_cache() if cached else None
         for _ in range(max_new_tokens):
             if idx.shape[1] > limit:
                 # absolute positions have run out: the window slides and moves every token, so the
