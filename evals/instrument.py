@@ -3,20 +3,20 @@ tables of text.
 
 An instrument is one file in this folder, with
 
-    a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
-    command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring
-                              begins -h
+    a dataclass of flags    its fields are the command's flags; see common/flags.py and Windows
+    command(args, run)      takes the filled dataclass, and an OpenedRun or None. Returns (numbers,
+                            text): the same result as a dict for JSON and as a table for people. Its
+                            docstring begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
-    page(path, found)      writes the page for --html, which is a flag of its own; see evals/maps.py
-    tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
-                              their numbers, and those of numbers["mean"], side by side
-    check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
+    draw(path, found)       draws the picture for --png; for a command that opens no run,
+                            draw(path, numbers)
+    page(path, found)       writes the page for --html, which is a flag of its own; see evals/maps.py
+    compare(found)          returns one text for several runs. Without it, eval.py prints their texts
+                            one after another, and then their numbers side by side
 
-To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in
+To add one, copy evals/lengths.py, add a row to one of the two tables in eval.py, and test it in
 tests/test_NAME.py.
 """
 
@@ -54,7 +54,6 @@ from common.runs import (
     what_is_new,
 )
 from data import tokens
-from evals.measures import NAMES, printed
 from model import GPT, GPTConfig
 
 
@@ -183,10 +182,10 @@ class OpenedRun:
         return OpenedRun(common, overrides or {})
 
     def split(self, name):
-        knobs = self.meta["knobs"]  # with --docs=1, the run's own data is read as in training
-        return tokens.Tokens(
-            self.data[0], name, knobs.get("docs", False) and self.dataset == knobs["dataset"]
-        )
+        """A split of the data set. With --docs=1, the run's own data is read as in training."""
+        knobs = self.meta["knobs"]
+        docs = knobs.get("docs", False) and self.dataset == knobs["dataset"]
+        return tokens.Tokens(self.data[0], name, docs)
 
     @property
     def positions(self):
@@ -241,15 +240,14 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     # only new parameters need initial values; without them, shapes are enough
     with contextlib.nullcontext() if new else torch.device("meta"):
         model = GPT(config)
+    large = ["c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight"]
+    if not config.tied:
+        large.append("lm_head.weight")
     state = read_weights(path)
-    large = tuple(
-        f"{name}.weight"
-        for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied))
-    )
-    state = {
-        name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
-        for name, value in state.items()
-    }
+    for name, value in state.items():
+        state[name] = value.to(
+            getattr(torch, dtype) if name.endswith(tuple(large)) else torch.float32
+        )
     load_weights(model, state, path, new, copy=False)
     if new:
         print(what_is_new(new, path), file=sys.stderr)
@@ -261,7 +259,8 @@ def new_parameters(out_dir, overrides):
     do not fit. It compares shapes, and does not read the weights."""
     meta, path = read_run(out_dir)
     with torch.device("meta"):
-        model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
+        model = GPT(model_config(meta["knobs"], overrides))
+        own = GPT(model_config(meta["knobs"], {}))
     new = model.additions_to(own.config)
     load_weights(model, own.state_dict(), path, new, copy=False)
     return new
@@ -278,19 +277,16 @@ def model_config(stored, given):
 def train_if_missing(folder, flags, quiet=False):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a
     separate process, unless the folder has a finished run with these flags that is newer than the
-    run
-    of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no bar
-    and
-    has one thread, because it is one of many."""
-    meta, weights = run_with(folder, flags), folder / "ckpt.pt"
-    bases = (
-        Path(flag.partition("=")[2]) / "ckpt.pt"
-        for flag in flags
-        if flag.startswith("--init_from=")
-    )
-    if "report" in meta and not any(
-        base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases
-    ):
+    run of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no
+    bar and has one thread, because it is one of many."""
+    meta = run_with(folder, flags)
+    outdated = "report" not in meta  # or an older base than that of today
+    for flag in flags:
+        name, _, base = flag.partition("=")
+        weights = Path(base, "ckpt.pt")
+        if not outdated and name == "--init_from" and weights.exists():
+            outdated = weights.stat().st_mtime > (folder / "ckpt.pt").stat().st_mtime
+    if not outdated:
         return meta
     words = flags_to_finish(folder, flags)
     if quiet:
@@ -307,8 +303,7 @@ def train_if_missing(folder, flags, quiet=False):
 
 def each_done(work, jobs, workers=1):
     """Yield (job, work(*job)) for each of a list of tuples, in their order, while `workers` of them
-    run
-    at a time. A job that fails prints its error and yields nothing; the others go on."""
+    run at a time. A job that fails prints its error and yields nothing; the others go on."""
 
     def tried(job):
         try:
@@ -346,12 +341,16 @@ def window_batches(
     if share:
         starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        some, first = starts[i : i + batch_size], None
-        rows = split.windows(some, length + 1, model.config.vocab_size)
-        if packed and split.documents is not None:
-            first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        batch = starts[i : i + batch_size]
+        rows = split.windows(batch, length + 1, model.config.vocab_size)
         rows = torch.from_numpy(rows).to(machine.device)
-        yield (rows, first) if packed else rows
+        if not packed:
+            yield rows
+            continue
+        first = None
+        if split.documents is not None:
+            first = torch.from_numpy(split.first_keys(batch, length)).to(machine.device)
+        yield rows, first
 
 
 def progress(steps, shown):
@@ -400,14 +399,12 @@ def instead(model, replacement):
 def whole_numbers(text, flag="", least=0):
     """The list in "256,1024", the value of this flag. Raises ValueError on anything else and on
     less than `least`."""
-    if not text or not all(
-        number.isdecimal() and int(number) >= least for number in text.split(",")
-    ):
-        bound = f" of at least {least}" if least else ""
-        raise ValueError(
-            f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas"
-        )
-    return [int(number) for number in text.split(",")]
+    numbers = text.split(",")
+    if all(number.isdecimal() and int(number) >= least for number in numbers):
+        return [int(number) for number in numbers]
+    bound = f" of at least {least}" if least else ""
+    given = f"--{flag}={text!r}" if flag else repr(text)
+    raise ValueError(f"{given} must be whole numbers{bound} separated by commas")
 
 
 def recipe_names(text):
@@ -446,13 +443,16 @@ def overrides_of(recipes, given):
 
 def table(rows, header):
     """Right-aligned columns as text. A cell is a string, a number, or None if there is no value."""
-    cells = [header] + [
-        [c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows
-    ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells
-    )
+    cells = [header, *([number(value, ".4f") for value in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
+
+
+def number(value, form=".4g"):
+    """A number as text in this format, a string as it is, and "-" for None."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)
 
 
 def markdown(rows, header):
@@ -463,58 +463,42 @@ def markdown(rows, header):
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
 
 
-def legend(meanings):
-    """{name: meaning} as lines below a table."""
-    width = max(map(len, meanings))
-    return "\n".join(f"{name:>{width}}  {meaning}" for name, meaning in meanings.items())
+def legend(meanings, figures=()):
+    """{name: meaning} as lines below a table. figures: {name: value}, which come before the
+    meanings; then a name without a figure is left out."""
+    names = [name for name in meanings if not figures or name in figures]
+    width = max(map(len, names))
+    lines = []
+    for name in names:
+        value = f"{figures[name]:7.4f}  " if figures else ""
+        lines.append(f"{name:>{width}}  {value}{meanings[name]}")
+    return "\n".join(lines)
 
 
 def explained(lines, meanings, first):
     """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}.
     Columns without a value are left out. first: the title of the names."""
-    meanings = {
-        column: meaning
-        for column, meaning in meanings.items()
-        if any(line.get(column) is not None for line in lines.values())
-    }
-    rows = [[name, *map(line.get, meanings)] for name, line in lines.items()]
-    return f"{table(rows, [first, *map(printed, meanings)])}\n\n" + legend(
-        {printed(column): meaning for column, meaning in meanings.items()}
-    )
+    used = set()
+    for line in lines.values():
+        used |= {column for column, value in line.items() if value is not None}
+    columns = [column for column in meanings if column in used]
+    rows = [[name, *map(line.get, columns)] for name, line in lines.items()]
+    meanings = {column: meanings[column] for column in columns}
+    return f"{table(rows, [first, *columns])}\n\n{legend(meanings)}"
 
 
-def with_meanings(figures, meanings):
-    """Figures {key: value} as lines: name, value, meaning, and the key where the name differs from
-    it."""
-    names = {key: printed(key) for key in figures}
-    width = max(map(len, names.values()))
-    return "\n".join(
-        f"{names[key]:{width}}  {value:7.4f}  {meanings[key]}" + f" ({key})" * (names[key] != key)
-        for key, value in figures.items()
-    )
-
-
-def one_after_another(found, texts):
-    """The texts of several runs, and their numbers side by side, also those of numbers["mean"] and
-    numbers["lab"]. found: {run: numbers}; texts: {run: text}."""
-    if len(found) == 1:
-        return texts[next(iter(found))]
-    columns = []
-    for numbers in found.values():
-        mean, lab = numbers.get("mean", {}), numbers.get("lab", {})
-        columns.append(
-            {printed(key) if key in NAMES else f"mean {key}": value for key, value in mean.items()}
-            | {printed(key): value for key, value in lab.items() if key not in mean}
-            | numbers
-        )
-    keys = dict.fromkeys(
-        key for column in columns for key, value in column.items() if isinstance(value, float)
-    )
-    rows = [[key, *(column.get(key) for column in columns)] for key in keys]
-    parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [
-        table(rows, ["", *found])
-    ] * bool(rows)
-    return "\n\n".join(parts)
+def side_by_side(found):
+    """Yield the numbers of several runs {run: numbers} as a table with a column for each, also
+    those of numbers["mean"] and numbers["lab"]; nothing if they have none."""
+    columns = [
+        numbers.get("lab", {}) | numbers.get("mean", {}) | numbers for numbers in found.values()
+    ]
+    names = {}  # the keys of all numbers, in their order
+    for column in columns:
+        names |= {name: None for name, value in column.items() if isinstance(value, float)}
+    rows = [[name, *(column.get(name) for column in columns)] for name in names]
+    if rows:
+        yield table(rows, ["", *found])
 
 
 def mean_and_error(values):

@@ -26,7 +26,7 @@ from axes.outputs import sigmoid_gate
 from axes.sight import start_of, visible, visible_count
 
 MEASURES = {  # name: its meaning, printed under the table
-    "sink": "weight on the first token, mean over rows",
+    "sink": "weight on the first token, mean over all rows",
     "share": "the first token's share of the row's absolute weights",
     "row_mass": "sum of the weights of a row (signed)",
     "uniform": "weight on the first token if all rows were evenly spread",
@@ -49,55 +49,25 @@ MEASURES = {  # name: its meaning, printed under the table
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-# the names that people read for these keys of the numbers. docs/instruments.md explains why some
-# names say which rows
-NAMES = {
-    "sink": "first token",
-    "alpha_sink": "sink, all rows",
-    "density": "other tokens",
-    "row_mass": "row sum",
-    "extra": "extra key",
-    "excess": "excess loss",
-    "excess_loss": "excess loss, all rows",
-}
-
-IN_THE_LAB = {  # {figure of the lab: its meaning}; train.py prints the first five
-    "excess_copy": "nats above the best possible loss, where one key is needed; 2.3 without attention",
-    "sink_idle": "weight on the first token, where no key is needed: near 1 is a sink",
-    "sink_copy": "the same where one other key is needed: near 0 if the head copies",
-    "row_mass_idle": "sum of the weights, where no key is needed: softmax must spend 1",
+# {figure of the lab: its meaning}; train.py prints the first five. *Idle* rows need no key, *copy*
+# rows need one
+IN_THE_LAB = {
+    "excess_copy": "loss of copy rows above the best possible one, in nats; 2.3 without attention",
+    "sink_idle": "weight on the first token, mean over idle rows: near 1 is a sink",
+    "sink_copy": "the same over copy rows: near 0 if the head copies",
+    "row_mass_idle": "sum of the weights of an idle row (signed): softmax must spend 1",
     "value_norm_ratio": "norm of the first token's value over the others': near 0, a sink adds nothing",
-    "excess_loss": "nats above the best possible loss",
-    "excess_idle": "the same",
-    **{
-        key: MEASURES[key.removesuffix("_idle").removesuffix("_copy")]
-        for key in (
-            "row_mass_copy",
-            "share_idle",
-            "share_copy",
-            "times_uniform_idle",
-            "times_uniform_copy",
-            "extra_idle",
-            "extra_copy",
-            "sparsity",
-            "empty_rows",
-            "sink_eps",
-            "extra_eps",
-        )
-    },
+    "excess_loss": "loss of all rows above the best possible one, in nats",
+    "excess_idle": "the same for idle rows",
     "zero_cost": "rise of the loss if the first token's value is zero",
     "hide_cost": "rise of the loss if no later row sees the first key",
 }
-
-
-def printed(key):
-    """The name that people read for a key of the numbers: "first token, idle rows" for sink_idle,
-    "first token, all rows" for sink. A key that is not in NAMES stays as it is."""
-    name, _, rows = key.rpartition("_")
-    if rows in ("idle", "copy"):
-        return f"{NAMES.get(name, name)}, {rows} rows"
-    return f"{NAMES[key]}, all rows" if key in ("sink", "extra") else NAMES.get(key, key)
-
+FURTHER = (  # measures over all rows, or over those that the ending of the name says
+    "row_mass_copy share_idle share_copy times_uniform_idle times_uniform_copy extra_idle "
+    "extra_copy sparsity empty_rows sink_eps extra_eps"
+)
+for name in FURTHER.split():
+    IN_THE_LAB[name] = MEASURES[name.removesuffix("_idle").removesuffix("_copy")]
 
 # a measure is a sum of Probe over rows, or divided by another sum
 DIVISORS = {
@@ -142,40 +112,38 @@ class Probe:
             counted = torch.ones(len(q), q.shape[2] - module.ahead, device=q.device)
         early = 0  # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
-            early = early + self.see_rows(module, i, w, counted[:, None, i])[
-                ..., i < self.ROWS
-            ].sum(-1)
-        H, sinks = (
-            early.shape[2],
-            early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps,
-        )
+            shares = self.see_rows(module, i, w, counted[:, None, i])
+            early = early + shares[..., i < self.ROWS].sum(-1)
+        rows = min(self.ROWS, counted.shape[1]) - self.k + 1  # that see token k
+        sinks = early[..., None] / rows > self.eps
         self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
         if module.has_extra_key or module.ahead:
             self.add("extra_eps", sinks[1])
-        # (B, H, T)
-        norm = v[:, :, module.ahead :].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
+        norm = v[:, :, module.ahead :].float().norm(dim=-1)
+        norm = norm.repeat_interleave(early.shape[2] // v.shape[1], 1)  # (B, H, T)
         self.add("value_norm_ratio", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
         # a silu is not between 0 and 1
         if self.local and module.choices["gate"].gated is sigmoid_gate:
-            self.add(
-                "gate", gate_of(module, x, module.shapes["v"][1])[:, :, module.ahead :].mean(-1)
-            )
+            gate = gate_of(module, x, module.shapes["v"][1])
+            self.add("gate", gate[:, :, module.ahead :].mean(-1))
 
     def see_rows(self, module, i, w, counted):
         """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T).
         counted (B, 1, R): which rows count. Returns the shares of token k and of the key outside
         the sequence, (2, B, H, R)."""
-        # n (.., R): the keys that it sees
-        here, n = counted.expand(w.shape[:3]), visible_count(i, module.sight)
+        here = counted.expand(w.shape[:3])
+        n = visible_count(i, module.sight)  # (.., R): the keys that a row sees
+        first = start_of(i, module.sight)  # (.., R): the first token of its document
         extra, w = split_extra(module, w)
-        # first (.., R): the first token of its document
-        a, first = w.abs(), start_of(i, module.sight)
+        a = w.abs()
         mass = a.sum(-1)
         total = mass + extra + 1e-8  # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
-        entropy, several, empty = torch.special.entr(p).sum(-1), (n > 1).float(), (w == 0).all(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        several = (n > 1).float()
+        empty = (w == 0).all(-1)
         row_values = {
             "rows": torch.ones_like(mass),
             "pairs": n,
@@ -194,10 +162,8 @@ class Probe:
             "dispersion": several * entropy / n.log().clamp(min=0.5),
         }
         if self.local:
-            j, outside = (
-                torch.arange(w.shape[3], device=w.device),
-                module.has_extra_key or module.ahead,
-            )
+            j = torch.arange(w.shape[3], device=w.device)
+            outside = module.has_extra_key or module.ahead
             seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)  # (R, T)
             on_tokens = seen.sum(-1)
             # distance from an even spread
@@ -218,7 +184,8 @@ class Probe:
     def see_views(self, module, q, k, table=None):
         """Add the two views of a differential recipe, before the subtraction."""
         for i, w in rows_of(module, module.view_blocks(q, k, table)):
-            w, n = split_extra(module, w)[1], visible_count(i, module.sight)
+            w = split_extra(module, w)[1]
+            n = visible_count(i, module.sight)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
                 self.add(f"pairs_{name}", n.expand(view.shape[:3]))
                 self.add(f"sparsity_{name}", n - (view != 0).sum(-1))
@@ -227,30 +194,26 @@ class Probe:
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
-        found = {
-            name: total / s[DIVISORS.get(name, "rows")] for name, total in s.items()
-        } | self.peaks
-        found |= {
-            "density": found["row_mass"] - found["sink"],
-            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first
-            # token
-            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-            "dead_heads": (s["empty_several"] / s["several"] == 1).double(),
-        }  # 0 / 0 is not 1
+        found = dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | self.peaks
+        for name, total in s.items():
+            found[name] = total / s[DIVISORS.get(name, "rows")]
+        found["density"] = found["row_mass"] - found["sink"]
+        # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
+        found["times_uniform"] = s["share"] / s["uniform"].clamp(min=1e-30)
+        found["dead_heads"] = (s["empty_several"] / s["several"] == 1).double()  # 0 / 0 is not 1
         if "gate" in found:  # eq. 8 of Native MoE
             found["importance"] = found["gate"]
-        return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
+        return found
 
     def numbers(self):
         """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per
         head]}."""
         result = self.result()
-        return {
-            name: [
-                None if math.isnan(value) else round(value, 6) for value in result[name].tolist()
-            ]
-            for name in MEASURES
-        }
+        found = {}
+        for name in MEASURES:
+            values = result[name].tolist()
+            found[name] = [None if math.isnan(value) else round(value, 6) for value in values]
+        return found
 
 
 def rows_of(module, blocks):
@@ -272,8 +235,8 @@ def on(w, j):
 
 def split_extra(module, w):
     """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
-    tokens (B, H, R, T).
-    It is an extra key, or that of a learned token ahead of the sequence."""
+    tokens (B, H, R, T). Such a key is an extra key, or that of a learned token ahead of the
+    sequence."""
     outside = module.has_extra_key or module.ahead
     return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
 
@@ -281,9 +244,8 @@ def split_extra(module, w):
 def gate_of(module, x, width=1):
     """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of
     this width. With one gate for each channel, the width is 1 or that of v."""
-    return module.choices["gate"].gated(
-        module, x.new_ones(len(x), module.heads, x.shape[1], width), x
-    )
+    ones = x.new_ones(len(x), module.heads, x.shape[1], width)
+    return module.choices["gate"].gated(module, ones, x)
 
 
 def mean_of(probes):
