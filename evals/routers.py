@@ -222,8 +222,8 @@ def in_words(numbers):
         "window": f"the same, only pairs less than {near} apart",
         "soft": "gates from 0 to 1, as in training",
         "k=k": f"a distant pair is open if it shares one of the k largest of {K} groups",
-        "more": "loss more than full attention's on the same windows; +-: a standard error over them",
-        "kept": f"share of pairs {near} apart or more that are open, by the groups of the soft form",
+        "more": "loss over that of full attention, on the same windows; +-: standard error over them",
+        "kept": f"share of open pairs among those {near} apart or more, by the soft form's groups",
         "speed": "of the whole model on one window, relative to full",
     }
     text = table(rows, "length form loss +- more +- perplexity kept speed".split())
