@@ -12,9 +12,9 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
 
     draw(path, found)       draws the picture for --png; for a command that opens no run,
                             draw(path, numbers)
-    page(path, found)       writes the page for --html, which is a flag of its own; see evals/maps.py
-    compare(found)          returns one text for several runs. Without it, eval.py prints their texts
-                            one after another, and then their numbers side by side
+    page(path, found)       writes the page for --html, which is a flag of its own
+    compare(found)          returns one text for several runs. Without it, eval.py prints their
+                            texts one after another, and then their numbers side by side
 
 To add one, copy evals/lengths.py, add a row to one of the two tables in eval.py, and test it in
 tests/test_NAME.py.
@@ -70,7 +70,8 @@ class Common(Knobs):
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
     dtype: str = knob(
         "",
-        "precision of matrix products; empty: float32, or auto for public weights; auto: the fastest",
+        "precision of matrix products; empty: float32, or auto for public weights; auto: the "
+        "fastest",
         ("", "auto", "float32", "bfloat16", "float16"),
     )
     json: bool = knob(False, "print JSON instead of a table")
@@ -152,12 +153,15 @@ class OpenedRun:
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
         self.has_weights = all(block.attn.has_weights for block in self.model.transformer.h)
-        if not self.has_weights and self.machine.main:
-            print(
-                f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
-                "values: the weights shown are derivatives of outputs with respect to values",
-                file=sys.stderr,
+        if not self.has_weights:
+            self.note(
+                f"--attn={self.model.config.attn} has no attention weights, since it is not linear "
+                "in its values: the weights shown are derivatives of outputs by values"
             )
+
+    def note(self, text):
+        if self.machine.main:
+            print(f"note: {text}", file=sys.stderr)
 
     def data_of(self, dataset):
         """The folder of a data set in the run's tokenizer, and its meta.json."""
@@ -211,11 +215,10 @@ class OpenedRun:
                 f"{self.data_meta['stride'] - 1} tokens: give a smaller --{flag}"
             )
         length = length or min(config.block_size, LONG)
-        if length <= config.window and self.machine.main:
-            print(
-                f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
-                f"give a larger --{flag}, or a smaller --window",
-                file=sys.stderr,
+        if length <= config.window:
+            self.note(
+                f"the model reads {length} tokens at a time, so --window={config.window} hides none "
+                f"of them: give a larger --{flag}, or a smaller --window"
             )
         return length
 
@@ -226,7 +229,7 @@ class OpenedRun:
 
 def first_line(reads):
     """The first line of a text: what an instrument read, from its numbers."""
-    return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
+    return "{windows} windows of {length} tokens of {dataset} ({split})".format(**reads)
 
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
@@ -296,7 +299,7 @@ def train_if_missing(folder, flags, quiet=False):
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
         raise ValueError(
-            f"{folder} was not finished: read the error above, and change its flags with --train_args"
+            f"{folder} was not finished: read the error above; --train_args changes its flags"
         )
     return files.read_json(folder / "meta.json")
 

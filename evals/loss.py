@@ -67,8 +67,9 @@ def compare(found):
         for name in ("data_hash", "length"):
             if numbers[name] != first[name]:
                 raise ValueError(
-                    f"{place} and {other} differ in {name}: {first[name]} and {numbers[name]}. Only "
-                    "losses on the same windows can be compared: give one --dataset and --length"
+                    f"{place} and {other} differ in {name}: {first[name]} and {numbers[name]}. "
+                    "Only losses on the same windows can be compared: give one --dataset and "
+                    "--length"
                 )
     rows, best = [], None
     for label, group in groups_of(found).items():

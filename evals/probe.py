@@ -27,21 +27,21 @@ from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
-    "massive": "norm of the first token's hidden state over the others'; the largest ratio at any place",
+    "massive": "norm of the first token's hidden state over the others'; the largest at any place",
 }
 # without --all
 SHOWN = "sink", "share", "row_mass", "sparsity", "value_norm_ratio", "top", "massive"
 
 STREAM = {  # columns of the second table
-    "norm": "mean norm of the hidden states that enter the layer: the first token's, and the others'",
+    "norm": "mean norm of the hidden states that enter the layer: the first, and the others",
     "massive": "ratio of the first to the second, mean over sequences",
     "largest": "norm of the token with the largest norm, over the others'",
-    "at": "position of that token, counted from 0: the most frequent position, and how frequent it is",
+    "at": "position of that token, counted from 0: the most frequent one, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
     "x median": "the largest of these values over the median magnitude of all hidden states",
     "var": "variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
-    "query": "norm of the first token's query over the others', as they enter the score: after rotation and norms",
+    "query": "norm of the first token's query over the others', after rotation and norms",
     "key": "the same for the keys",
     "value": "norm of the first token's value over the others'",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
@@ -172,7 +172,9 @@ def probe(
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
     {"windows": their number, "length": tokens in each, "mean": {measure: value}, "layers":
     [{measure: [per head]}], "stream": [Stream.result of each layer, and after the last]}. A value
-    is None if it is undefined. length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each
+    is None if it is undefined.
+
+    length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each
     batch of windows. k, eps: those of Sink_k^eps."""
     T = length or model.config.block_size
     windows = 0
@@ -229,7 +231,8 @@ def tables(args, found):
     if args.layer >= 0:
         yield by_position(found["stream"][args.layer], args.layer)
     if "lab" in found:
-        yield f"the sink lab, 256 sequences of the held-out data\n{legend(IN_THE_LAB, found['lab'])}"
+        text = legend(IN_THE_LAB, found["lab"])
+        yield f"the sink lab, 256 sequences of the held-out data\n{text}"
 
 
 def over_heads(of_heads):

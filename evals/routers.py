@@ -222,7 +222,7 @@ def in_words(numbers):
         "window": f"the same, only pairs less than {near} apart",
         "soft": "gates from 0 to 1, as in training",
         "k=k": f"a distant pair is open if it shares one of the k largest of {K} groups",
-        "more": "loss over that of full attention, on the same windows; +-: standard error over them",
+        "more": "loss over full attention's, on the same windows; +-: standard error over windows",
         "kept": f"share of open pairs among those {near} apart or more, by the soft form's groups",
         "speed": "of the whole model on one window, relative to full",
     }

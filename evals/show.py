@@ -1,7 +1,7 @@
 """A recipe: its resolved choices, and the file and line of the code that computes each.
 
 python eval.py show elastic
-python eval.py show --out_dir=out/a                the recipe of a run, or those of its --layers
+python eval.py show --out_dir=out/a                 the recipe of a run, or those of its --layers
 python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of that run
 """
 
@@ -49,9 +49,8 @@ def command(args, run):
 
 def choices_of(layer):
     """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the
-    first
-    sentence about it]; a part without a function, such as rotates=True, has no place. "usual": the
-    axes with their default."""
+    first sentence about it]; a part without a function, such as rotates=True, has no place.
+    "usual": the axes with their default."""
     config, code, usual = layer.config, [], {}
     own = {"mixer", "rule", "pos", *attention.ATTENTIONS[config.attn]}
     for axis, default in mixers.DEFAULTS.items():
@@ -65,18 +64,12 @@ def choices_of(layer):
                 code.append([axis, str(value), name, place(part), first_sentence(part)])
             else:
                 code.append([axis, str(value), name and f"{name}={part}", "", ""])
-    learns = {
-        name: list(p.shape)
-        for name, p in layer.named_parameters()
-        if not name.startswith(("c_attn", "c_proj"))
-    }
-    return {
-        "recipe": config.attn,
-        "code": code,
-        "args": layer.args,
-        "learns": learns,
-        "usual": usual,
-    }
+    learns = {}
+    for name, p in layer.named_parameters():
+        if not name.startswith(("c_attn", "c_proj")):
+            learns[name] = list(p.shape)
+    found = {"recipe": config.attn, "code": code, "args": layer.args}
+    return found | {"learns": learns, "usual": usual}
 
 
 def parts_of(layer, axis):

@@ -99,8 +99,9 @@ def spread(dice, mix=0.0, beta=1.0, related=4):
 def range_of_sums(dice, attn="diff"):
     """The largest difference of two row sums of one head."""
     layer = layer_of(attn, dice)
-    q = torch.randn(8, layer.shapes["q"][0], 64, layer.shapes["q"][1], generator=dice)
-    k = torch.randn(8, layer.shapes["k"][0], 64, layer.shapes["k"][1], generator=dice)
+    q, k = (
+        torch.randn(8, H, 64, D, generator=dice) for H, D in (layer.shapes["q"], layer.shapes["k"])
+    )
     sums = layer.weights_of(q, k, torch.randn(8, 64, 64, generator=dice)).sum(-1)  # (B, H, T)
     return (sums.amax((0, 2)) - sums.amin((0, 2))).max().item()
 
@@ -347,20 +348,17 @@ def verdict(statement, number):
 
 def command(args, run=None):
     """Exact statements of three papers, computed on random tensors: which hold, which fail?"""
-    found = {}
+    found, rows = {}, []
     for name, statement in STATEMENTS.items():
         number = statement.check(torch.Generator().manual_seed(args.seed))
-        found[name] = {
+        found[name] = row = {
             "place": statement.place,
             "meaning": statement.meaning,
             "number": number,
             "paper": statement.paper,
             "verdict": verdict(statement, number),
         }
-    rows = [
-        [name, row["place"], f"{row['number']:.3g}", row["paper"], row["verdict"]]
-        for name, row in found.items()
-    ]
+        rows.append([name, row["place"], f"{number:.3g}", row["paper"], row["verdict"]])
     text = table(rows, ["statement", "where", "computed", "the paper", "verdict"])
-    meanings = legend({name: row["meaning"] for name, row in found.items()})
+    meanings = legend({name: statement.meaning for name, statement in STATEMENTS.items()})
     return {"seed": args.seed, "statements": found}, f"{text}\n\n{meanings}"
