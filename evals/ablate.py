@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from evals.instrument import instead, mean_and_error, progress, table
+from evals.instrument import instead, mean_and_error, progress
 from evals.loss import token_losses
 from evals.pictures import frame
 
@@ -153,15 +153,6 @@ def costs(found, model, rows, machine, batch_size):
             }
         )
     return {"loss": before.mean().item(), "changes": lines}
-
-
-def table_of_costs(cost):
-    rows = [
-        [str(cell) if key == "heads" else cell for key, cell in line.items()]
-        for line in cost["changes"]
-    ]
-    header = "taken away,in the heads,heads,loss change,standard error,over draws".split(",")
-    return table(rows, header)
 
 
 def window_losses(change, model, rows, machine, batch_size):

@@ -17,11 +17,17 @@ import torch
 
 import attention
 from common.flags import Knobs, knob
-from evals.instrument import recipe_names, table
+from evals.instrument import explained, recipe_names
 from evals.pictures import figure_of, frame
 from model import GPTConfig
 
 WIDTH = 64  # head dimension
+MEANINGS = {
+    "on_keys": "sum of the weights on keys",
+    "extra": "weight on an extra key",
+    "zeros": "share of weights that are exactly 0",
+    "largest": "the largest weight",
+}
 
 
 @dataclass
@@ -41,7 +47,7 @@ def command(args, run=None):
     names = recipe_names(args.recipes)
     if args.recipes == "all":
         names = [name for name in names if "mixer" not in attention.recipe(name)]
-    scores, found, rows = torch.linspace(-args.spread, args.spread, args.keys), {}, []
+    scores, found, lines = torch.linspace(-args.spread, args.spread, args.keys), {}, {}
     for name in names:
         w, extra = row_of(name, scores)
         found[name] = {
@@ -52,12 +58,11 @@ def command(args, run=None):
             "largest": max(w),
             "weights": w,
         }
-        rows.append([shown(name, found[name]), sum(w), found[name]["zeros"], max(w)])
+        lines[shown(name, found[name])] = found[name]
     numbers = {"scores": scores.tolist(), "recipes": found}
     return numbers, (
         f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
-        + table(rows, ["recipe", "sum", "zeros", "largest weight"])
-        + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0"
+        + explained(lines, MEANINGS, "recipe")
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from common.flags import knob
 from data import tokens
-from evals.ablate import OTHER, ablations, costs, draw_costs, table_of_costs
+from evals.ablate import OTHER, ablations, costs, draw_costs
 from evals.instrument import (
     Windows,
     explained,
@@ -170,7 +170,9 @@ def in_words(numbers):
     texts = [first_line(numbers), explained(lines, columns, "layer")]
     texts.append(table(figures, ["over all heads", ""]))
     if cost := numbers.get("cost"):
-        texts += [f"loss as it is: {cost['loss']:.4f} nats per token", table_of_costs(cost)]
+        rows = [line.values() for line in cost["changes"]]
+        header = "taken away,in the heads,heads,loss change,standard error,over draws".split(",")
+        texts += [f"loss as it is: {cost['loss']:.4f} nats per token", table(rows, header)]
         if not numbers["dormant"]:
             texts[-1] += f"\nfirst value zero in dormant heads: no head is above {threshold:g}"
     return "\n\n".join(texts)

@@ -217,8 +217,8 @@ class OpenedRun:
         length = length or min(config.block_size, LONG)
         if length <= config.window:
             self.note(
-                f"the model reads {length} tokens at a time, so --window={config.window} hides none "
-                f"of them: give a larger --{flag}, or a smaller --window"
+                f"the model reads {length} tokens at a time, so --window={config.window} hides "
+                f"none of them: give a larger --{flag}, or a smaller --window"
             )
         return length
 
@@ -446,16 +446,25 @@ def overrides_of(recipes, given):
 
 def table(rows, header):
     """Right-aligned columns as text. A cell is a string, a number, or None if there is no value."""
-    cells = [header, *([number(value, ".4f") for value in row] for row in rows)]
+    cells = [[number(cell, ".4f") for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
 
 
+def table_of_lines(lines, first, columns=()):
+    """lines {name: {column: value}} as a table. first: the title of the names. columns: those that
+    are shown; empty: all of the first line."""
+    columns = columns or next(iter(lines.values()))
+    rows = [[name, *map(line.get, columns)] for name, line in lines.items()]
+    return table(rows, [first, *columns])
+
+
 def number(value, form=".4g"):
-    """A number as text in this format, a string as it is, and "-" for None."""
-    if value is None:
-        return "-"
-    return value if isinstance(value, str) else format(value, form)
+    """A number as text, if it has a fraction in this format; a string as it is, and "-" for
+    None."""
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    return f"{value:,}" if isinstance(value, int) else format(value, form)
 
 
 def markdown(rows, header):
@@ -481,27 +490,23 @@ def legend(meanings, figures=()):
 def explained(lines, meanings, first):
     """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}.
     Columns without a value are left out. first: the title of the names."""
-    used = set()
-    for line in lines.values():
-        used |= {column for column, value in line.items() if value is not None}
-    columns = [column for column in meanings if column in used]
-    rows = [[name, *map(line.get, columns)] for name, line in lines.items()]
-    meanings = {column: meanings[column] for column in columns}
-    return f"{table(rows, [first, *columns])}\n\n{legend(meanings)}"
+    used = {}
+    for column, meaning in meanings.items():
+        if any(line.get(column) is not None for line in lines.values()):
+            used[column] = meaning
+    return f"{table_of_lines(lines, first, used)}\n\n{legend(used)}"
 
 
 def side_by_side(found):
     """Yield the numbers of several runs {run: numbers} as a table with a column for each, also
     those of numbers["mean"] and numbers["lab"]; nothing if they have none."""
-    columns = [
-        numbers.get("lab", {}) | numbers.get("mean", {}) | numbers for numbers in found.values()
-    ]
-    names = {}  # the keys of all numbers, in their order
-    for column in columns:
-        names |= {name: None for name, value in column.items() if isinstance(value, float)}
-    rows = [[name, *(column.get(name) for column in columns)] for name in names]
-    if rows:
-        yield table(rows, ["", *found])
+    lines = {}  # {name of a number: {run: value}}
+    for run, numbers in found.items():
+        for name, value in (numbers.get("lab", {}) | numbers.get("mean", {}) | numbers).items():
+            if isinstance(value, float):
+                lines.setdefault(name, {})[run] = value
+    if lines:
+        yield table_of_lines(lines, "", found)
 
 
 def mean_and_error(values):

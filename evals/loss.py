@@ -21,7 +21,7 @@ import attention
 import mixers
 from common.flags import knob
 from data import tokens
-from evals.instrument import Windows, first_line, legend, mean_and_error, table, window_batches
+from evals.instrument import Windows, explained, first_line, mean_and_error, table, window_batches
 from evals.pictures import figure_of, frame
 
 
@@ -35,6 +35,14 @@ class Loss(Windows):
 
 # knobs in which runs of one row may differ
 ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
+MEANINGS = {
+    "runs": "with these choices; they differ in the seed",
+    "loss": "nats per token, mean over the runs",
+    "deviation": "standard deviation over the runs; with fewer than three it says little",
+    "bits_per_byte": "the same loss in bits per byte of text, which tokenizers do not change",
+    "more": "loss than in the first row, on the same windows",
+    "+-": "standard error of this difference over the windows, not over the seeds",
+}
 
 
 def command(args, run):
@@ -71,26 +79,22 @@ def compare(found):
                     "Only losses on the same windows can be compared: give one --dataset and "
                     "--length"
                 )
-    rows, best = [], None
+    lines, best = {}, None
     for label, group in groups_of(found).items():
         means = [numbers["loss"] for numbers in group]
-        deviation = stdev(means) if len(group) > 1 else None
         bits = [numbers["bits_per_byte"] for numbers in group]
-        bits = None if None in bits else fmean(bits)
         losses = np.mean([numbers["losses"] for numbers in group], 0)  # (windows,)
-        more = [None, None]
+        lines[label] = {
+            "runs": len(group),
+            "loss": fmean(means),
+            "deviation": stdev(means) if len(group) > 1 else None,
+            "bits_per_byte": None if None in bits else fmean(bits),
+        }
         if best is None:
             best = losses
         else:
-            more = mean_and_error(losses - best)
-        rows.append([label, str(len(group)), fmean(means), deviation, bits, *more])
-    header = ["", "runs", "loss", "deviation", "bits per byte", "more", "+-"]
-    meanings = {
-        "deviation": "standard deviation over seeds; with fewer than three it says little",
-        "more": "than the first row, on the same windows",
-        "+-": "standard error of this difference over the windows, not over the seeds",
-    }
-    return f"{first_line(first)}\n\n{table(rows, header)}\n\n{legend(meanings)}"
+            lines[label]["more"], lines[label]["+-"] = mean_and_error(losses - best)
+    return f"{first_line(first)}\n\n{explained(lines, MEANINGS, '')}"
 
 
 def groups_of(found):

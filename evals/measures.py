@@ -44,7 +44,7 @@ MEASURES = {  # name: its meaning, printed under the table
     "peak_b": "the same in its second view, before the factor lambda",
     "sparsity_a": "sparsity of the first view",
     "sparsity_b": "sparsity of the second view",
-    "sink_eps": "Sink_k^eps: sequences whose first 64 queries give token k a mean share above eps",
+    "sink_eps": "Sink_k^eps: share of sequences whose first 64 queries give token k more than eps",
     "extra_eps": "the same for the key outside the sequence",
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }

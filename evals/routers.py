@@ -94,8 +94,7 @@ def command(args, run):
     cells = []
     for name in names:
         for row in rows[name]:
-            value, size, *others = row.values()
-            cells.append([name, value, f"{size:,}", *others])
+            cells.append([name, *row.values()])
     return numbers, (
         f"routers after {args.steps} steps on {run.dataset}, --balance=sinkhorn; "
         f"perplexity on {args.split}\n\n{table(cells, header)}"
@@ -214,7 +213,7 @@ def in_words(numbers):
     for part in numbers["lengths"]:
         for form, figures in part["forms"].items():
             speed = f"{figures['speed']:.2f}x"
-            rows.append([str(part["length"]), form, *map(figures.get, keys), speed])
+            rows.append([part["length"], form, *map(figures.get, keys), speed])
     windows = " or ".join(sorted({str(part["windows"]) for part in numbers["lengths"]}))
     near, K = numbers["window"], numbers["groups"]
     meanings = {

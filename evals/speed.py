@@ -30,6 +30,7 @@ from evals.instrument import (
     instead,
     recipe_names,
     table,
+    table_of_lines,
     watch,
     whole_numbers,
     window_batches,
@@ -124,14 +125,9 @@ def time_training(args, machine, lengths, numbers):
         batch = max(1, (args.tokens or 2048) // T)
         models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
         numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
-        cells = [
-            [name, f"{row['tokens_per_s']:,.0f}", *list(row.values())[1:]]
-            for name, row in rows.items()
-        ]
         yield (
-            f"T={T}, {batch} sequences: training steps, and the speed of steps and of attention "
-            "alone relative to the first row\n"
-            + table(cells, ["recipe", "tokens/s", "step", "forward", "forward + backward"])
+            f"T={T}, {batch} sequences: training steps, and the speed relative to the first row of "
+            "steps and of attention alone, forward and both ways\n" + table_of_lines(rows, "recipe")
         )
     lengths = whole_numbers(args.memory, "memory") if args.memory else []
     memory = numbers["memory_mb"]
@@ -140,10 +136,9 @@ def time_training(args, machine, lengths, numbers):
             call = attention_call(make_model(*case, T, args, machine), machine, 1)
             memory[name][T] = machine.peak_memory(call) / 2**20
     if lengths:
-        cells = [[name, *row.values()] for name, row in memory.items()]
         yield (
             "memory of one layer's attention without its inputs, forward and backward, "
-            "one sequence (MiB)\n" + table(cells, ["recipe", *(f"T={T}" for T in lengths)])
+            "one sequence (MiB), by length\n" + table_of_lines(memory, "recipe")
         )
 
 
@@ -161,7 +156,8 @@ def time_models(models, machine, batch, repeats):
         seconds = machine.race(calls, repeats)
         for name, model in models.items():
             if way == "step":
-                rows[name]["tokens_per_s"] = batch * model.config.block_size / seconds[name]
+                speed = batch * model.config.block_size / seconds[name]
+                rows[name]["tokens_per_s"] = round(speed)
             rows[name][way] = seconds["softmax (sdpa)"] / seconds[name]
     return rows
 
@@ -247,7 +243,6 @@ def time_decoding(args, machine, lengths, numbers):
             layer = machine.race(layers, args.repeats)
             attend = machine.race(attends, args.repeats)
         rows = numbers["lengths"][T] = {}
-        cells = []
         for name in layer:
             rows[name] = {
                 "layer_ms": 1000 * layer[name],
@@ -255,12 +250,9 @@ def time_decoding(args, machine, lengths, numbers):
                 "attend": attend["softmax"] / attend[name],
                 "bytes": size[name],
             }
-            *speeds, read = rows[name].values()
-            cells.append([name, *speeds, f"{read / 2**10:,.0f}"])
         yield (
-            f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed "
-            "relative to softmax\n"
-            + table(cells, ["recipe", "layer, ms", "layer", "attend", "KiB read"])
+            f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed over that "
+            "of softmax, and bytes read\n" + table_of_lines(rows, "recipe")
         )
 
 
@@ -355,10 +347,10 @@ def time_live_tiles(args, machine, lengths, numbers):
         for module, parts in inputs:
             gain = gain_of_skipping(module, machine, args.repeats, *parts)
             rows.append({"live": live_tiles(module, *parts), "gain": gain})
-        cells = [[str(layer), *row.values()] for layer, row in enumerate(rows)]
         yield (
-            f"{args.out_dir}, T={T}: tiles of {LIVE_TILE} rows and keys\n"
-            + table(cells, ["layer", "live tiles", "speed"])
+            f"{args.out_dir}, T={T}: live share of tiles of {LIVE_TILE} rows and keys, and the "
+            "speed-up if the kernel skips the others\n"
+            + table_of_lines(dict(enumerate(rows)), "layer")
         )
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import attention
 from common.flags import Knobs, knob
-from evals.instrument import legend, table
+from evals.instrument import legend, table_of_lines
 from mixers import focus
 from model import GPT, GPTConfig
 
@@ -348,17 +348,17 @@ def verdict(statement, number):
 
 def command(args, run=None):
     """Exact statements of three papers, computed on random tensors: which hold, which fail?"""
-    found, rows = {}, []
+    found, lines = {}, {}
     for name, statement in STATEMENTS.items():
         number = statement.check(torch.Generator().manual_seed(args.seed))
-        found[name] = row = {
+        found[name] = {
             "place": statement.place,
-            "meaning": statement.meaning,
             "number": number,
             "paper": statement.paper,
             "verdict": verdict(statement, number),
+            "meaning": statement.meaning,
         }
-        rows.append([name, row["place"], f"{number:.3g}", row["paper"], row["verdict"]])
-    text = table(rows, ["statement", "where", "computed", "the paper", "verdict"])
+        lines[name] = found[name] | {"number": f"{number:.3g}"}
+    text = table_of_lines(lines, "statement", ("place", "number", "paper", "verdict"))
     meanings = legend({name: statement.meaning for name, statement in STATEMENTS.items()})
     return {"seed": args.seed, "statements": found}, f"{text}\n\n{meanings}"
