@@ -21,14 +21,13 @@ from evals.instrument import (
     Windows,
     explained,
     first_line,
-    progress,
     table,
-    watch,
     whole_numbers,
     window_batches,
 )
-from evals.measures import Probe
+from evals.measures import HEAD_MEASURES
 from evals.pictures import SHARES, draw_rows, heat_map, signed
+from evals.probe import probe
 
 MEASURES = {  # name: its meaning, printed under the table
     "alpha_sink": "weight on the sink, mean over all rows (eq. 5): `extra` or `sink` of probe",
@@ -37,7 +36,6 @@ MEASURES = {  # name: its meaning, printed under the table
     "importance": "weight on all other keys; for a gated head, its mean gate (eq. 8)",
     "dormant": "heads with alpha_sink above {threshold:g}",
 }
-MAPS = "alpha_sink", "alpha_local", "sigma2", "importance"
 FIGURES = {  # over all heads
     "depth_rank_correlation": "rank correlation of a layer's depth and its mean alpha_sink",
     "importance_cv": "standard deviation of importance over its mean (eq. 8)",
@@ -78,21 +76,22 @@ def command(args, run):
         raise ValueError(f"--cost needs windows of more than {OTHER} tokens: raise --length")
 
     def measured(folder):
-        """Windows (N, T + 1) of this data set, and {measure: (layers, heads)} on them."""
+        """{measure: (layers, heads)} on the windows of a data set, and its split."""
         split = tokens.Tokens(folder, args.split)
-        (rows,) = window_batches(run.model, split, machine, T, args.windows, args.windows)
-        probes = [Probe(local=args.local) for _ in run.model.transformer.h]
-        for batch in progress(rows.split(args.batch_size), machine.main):
-            watch(run.model, lambda l, *inputs: probes[l].see(*inputs), batch[:, :-1], machine)
-        results = [probe.result() for probe in probes]
-        return rows, {name: torch.stack([result[name] for result in results]) for name in MAPS}
+        sizes = args.windows, args.batch_size, T
+        layers = probe(run.model, split, machine, *sizes, bar=True, local=args.local)["layers"]
+        maps = {}
+        for name in HEAD_MEASURES:
+            maps[name] = torch.tensor([layer[name] for layer in layers], dtype=torch.float64)
+        return maps, split
 
-    rows, maps = measured(run.data[0])
+    maps, split = measured(run.data[0])
+    (rows,) = window_batches(run.model, split, machine, T, args.windows, args.windows)
     alpha = maps["alpha_sink"]
     numbers = run.reads(args.split, len(rows), T) | {"local": args.local}
     numbers |= summary(maps, args.threshold)
     if args.against:
-        _, there = measured(run.data_of(args.against)[0])
+        there, _ = measured(run.data_of(args.against)[0])
         numbers["against"] = compared(alpha, there["alpha_sink"], Path(args.against).name)
     if args.cost:
         removed = ablations(alpha, args.threshold, whole_numbers(args.prune))

@@ -49,6 +49,8 @@ MEASURES = {  # name: its meaning, printed under the table
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
+HEAD_MEASURES = "alpha_sink", "alpha_local", "sigma2", "importance"  # see evals/heads.py
+
 # {figure of the lab: its meaning}; train.py prints the first five. *Idle* rows need no key, *copy*
 # rows need one
 IN_THE_LAB = {
@@ -118,7 +120,7 @@ class Probe:
         sinks = early[..., None] / rows > self.eps
         self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
-        if module.has_extra_key or module.ahead:
+        if has_outer_key(module):
             self.add("extra_eps", sinks[1])
         norm = v[:, :, module.ahead :].float().norm(dim=-1)
         norm = norm.repeat_interleave(early.shape[2] // v.shape[1], 1)  # (B, H, T)
@@ -162,24 +164,30 @@ class Probe:
             "dispersion": several * entropy / n.log().clamp(min=0.5),
         }
         if self.local:
-            j = torch.arange(w.shape[3], device=w.device)
-            outside = module.has_extra_key or module.ahead
-            seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)  # (R, T)
-            on_tokens = seen.sum(-1)
-            # distance from an even spread
-            uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen
-            full = (i >= self.local - 1).float()  # rows that see at least `local` keys
-            row_values |= {
-                "alpha_sink": extra if outside else w[..., 0],
-                "importance": mass if outside else a[..., 1:].sum(-1),
-                "sigma2": uneven.square().sum(-1) / on_tokens,
-                "full": full,
-                "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
-            }
+            row_values |= self.of_heads(module, i, w, extra)
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
         return torch.stack([on(a, first + self.k - 1), extra]) / total
+
+    def of_heads(self, module, i, w, extra):
+        """The values of rows of which HEAD_MEASURES are means. w (B, H, R, T): the weights on
+        tokens, extra (B, H, R): that on a key outside the sequence."""
+        a = w.abs()
+        mass = a.sum(-1)
+        j = torch.arange(w.shape[3], device=w.device)
+        seen = visible(i[:, None] + module.ahead, j + module.ahead, module.sight)  # (R, T)
+        n = seen.sum(-1)
+        uneven = (a / (mass[..., None] + 1e-8) - 1 / n[:, None]) * seen
+        full = (i >= self.local - 1).float()  # rows that see at least `local` keys
+        outside = has_outer_key(module)
+        return {
+            "alpha_sink": extra if outside else w[..., 0],
+            "importance": mass if outside else a[..., 1:].sum(-1),
+            "sigma2": uneven.square().sum(-1) / n,
+            "full": full,
+            "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
+        }
 
     def see_views(self, module, q, k, table=None):
         """Add the two views of a differential recipe, before the subtraction."""
@@ -206,24 +214,35 @@ class Probe:
         return found
 
     def numbers(self):
-        """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per
+        """The measures as lists with six decimals, None for nan, which JSON lacks: {measure: [per
         head]}."""
-        result = self.result()
-        found = {}
-        for name in MEASURES:
+        result, found = self.result(), {}
+        for name in [*MEASURES, *(HEAD_MEASURES if self.local else [])]:
             values = result[name].tolist()
             found[name] = [None if math.isnan(value) else round(value, 6) for value in values]
         return found
 
 
+def has_outer_key(module):
+    """Is there a key outside the sequence: an extra key, or a learned token ahead of it?"""
+    return module.has_extra_key or module.ahead > 0
+
+
 def rows_of(module, blocks):
-    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without that of a
-    learned token ahead."""
+    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without the row of a
+    learned token ahead of the sequence."""
     start = 0
     for block, w in enumerate(blocks):
-        w = w[:, :, module.ahead :] if block == 0 else w
+        if block == 0:
+            w = w[:, :, module.ahead :]
         yield torch.arange(start, start + w.shape[2], device=w.device), w
         start += w.shape[2]
+
+
+def split_extra(module, w):
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
+    tokens (B, H, R, T)."""
+    return (w[..., 0], w[..., 1:]) if has_outer_key(module) else (torch.zeros_like(w[..., 0]), w)
 
 
 def on(w, j):
@@ -231,14 +250,6 @@ def on(w, j):
     R)."""
     j = torch.as_tensor(j, device=w.device).clamp(max=w.shape[3] - 1)
     return w.gather(3, j.expand(w.shape[:3])[..., None])[..., 0]
-
-
-def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
-    tokens (B, H, R, T). Such a key is an extra key, or that of a learned token ahead of the
-    sequence."""
-    outside = module.has_extra_key or module.ahead
-    return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
 
 
 def gate_of(module, x, width=1):

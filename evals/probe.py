@@ -168,6 +168,7 @@ def probe(
     change=lambda idx: idx,
     k=1,
     eps=0.3,
+    local=0,
 ):
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
     {"windows": their number, "length": tokens in each, "mean": {measure: value}, "layers":
@@ -175,10 +176,10 @@ def probe(
     is None if it is undefined.
 
     length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each
-    batch of windows. k, eps: those of Sink_k^eps."""
+    batch of windows. k, eps, local: those of Probe."""
     T = length or model.config.block_size
     windows = 0
-    probes = [Probe(k, eps) for _ in model.transformer.h]
+    probes = [Probe(k, eps, local) for _ in model.transformer.h]
     streams = [Stream() for _ in range(len(probes) + 1)]
 
     def see(layer, module, q, k, v, x, table):

@@ -139,18 +139,14 @@ def in_form(model, **changes):
     return other.eval()
 
 
+@torch.no_grad()
 def at_length(args, run, forms, T):
     """The figures of every form, {name: model}, in windows of T tokens."""
     machine, losses, found = run.machine, {form: [] for form in forms}, {}
     mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
     (one,) = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
 
-    @torch.no_grad()
-    def read(model):
-        with machine.autocast():
-            model(one[:, :-1])
-
-    calls = {form: partial(read, model) for form, model in forms.items()}
+    calls = {form: partial(token_losses, model, one, machine) for form, model in forms.items()}
     seconds = machine.race(calls, args.repeats)
     for rows in batches(run, args, T):
         for form, model in forms.items():  # the loss of each window
