@@ -92,7 +92,8 @@ def main(argv):
         problem = f"unknown command {name!r}{nearest(name, COMMANDS) or ':'}"
         problem = problem if name else "which command?"
         parser.error(f"{problem} python eval.py -h lists all: {', '.join(COMMANDS)}")
-    command, of_a_run = COMMANDS[name], name in OF_A_RUN
+    command = COMMANDS[name]
+    of_a_run = name in OF_A_RUN
     parser = Parser(prog=f"eval.py {name}", description=one_line(command.run.__doc__))
     shared = [Picture] if command.draw else []
     shared += [Common, Overrides] if of_a_run else []
@@ -136,9 +137,11 @@ def listed_commands():
 def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns {run:
     numbers} and the text; None on all ranks but one."""
-    places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
+    places = runs_named(parsed.out_dir)
+    overrides = given_flags(parsed, Overrides)
     recipes = recipe_names(overrides["attn"]) if "attn" in overrides else []
-    variants, named = [overrides], len(recipes) > 1
+    variants = [overrides]
+    named = len(recipes) > 1
     if named:
         variants = overrides_of(recipes, overrides).values()
     cases = {}  # {what is printed above its table: (run, overrides)}

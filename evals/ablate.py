@@ -41,7 +41,8 @@ def value_zeroed(chosen, place=0, to_itself=True):
             return attend(q, k, v, x, *more)
         # grouped heads: every head gets its own copy of values and keys
         if v.shape[1] < module.heads:
-            k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
+            k = module.for_score_heads(k, 1)
+            v = v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.ahead + place
         heads = chosen[layer].to(v.device)
         zeroed = v.clone()
@@ -80,7 +81,8 @@ def ablations(alpha_sink, threshold, prune):
     appendix A.5, after Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so
     only later rows read the zero. We added the random heads and the heads with the least weight on
     the sink."""
-    total, found = alpha_sink.numel(), []
+    total = alpha_sink.numel()
+    found = []
     every = torch.ones_like(alpha_sink, dtype=torch.bool)
     in_cache = partial(value_zeroed, to_itself=False)
     for what, change in (
@@ -94,7 +96,8 @@ def ablations(alpha_sink, threshold, prune):
         for where, masks in picked(alpha_sink, dormant).items():
             found.append(("first value zero", where, dormant, list(map(in_cache, masks))))
     for percent in prune:
-        what, count = f"{percent} % of heads zero", round(percent / 100 * total)
+        what = f"{percent} % of heads zero"
+        count = round(percent / 100 * total)
         for where, masks in picked(alpha_sink, count, in_layers=True).items():
             found.append((what, where, count, list(map(output_zeroed, masks))))
     return found
@@ -108,7 +111,8 @@ def picked(alpha_sink, count, in_layers=False, seed=1337):
     the least weight. A remainder goes to the layers whose next head has the most or the least.
     (Without the spread, the heads with the least weight may fill whole layers. Then their depth
     matters more than their sink.)"""
-    alpha, dice = alpha_sink.cpu(), torch.Generator().manual_seed(seed)
+    alpha = alpha_sink.cpu()
+    dice = torch.Generator().manual_seed(seed)
 
     def first(order):
         chosen = torch.zeros(alpha.numel(), dtype=torch.bool)
@@ -136,7 +140,8 @@ def costs(found, model, rows, machine, batch_size):
     without ablation, "changes": [{"what", "where", "heads", "loss_change", "standard_error",
     "over_draws"}]}. standard_error: of the mean difference over the windows, None for one window.
     over_draws: standard deviation of the loss over the draws, None for one draw."""
-    before, lines = window_losses(unchanged, model, rows, machine, batch_size), []
+    before = window_losses(unchanged, model, rows, machine, batch_size)
+    lines = []
     for what, where, heads, changes in progress(found, machine.main):
         losses = [window_losses(change, model, rows, machine, batch_size) for change in changes]
         added = torch.stack(losses) - before  # (draws, windows)

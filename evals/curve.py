@@ -47,7 +47,9 @@ def command(args, run=None):
     names = recipe_names(args.recipes)
     if args.recipes == "all":
         names = [name for name in names if "mixer" not in attention.recipe(name)]
-    scores, found, lines = torch.linspace(-args.spread, args.spread, args.keys), {}, {}
+    scores = torch.linspace(-args.spread, args.spread, args.keys)
+    found = {}
+    lines = {}
     for name in names:
         w, extra = row_of(name, scores)
         found[name] = {
@@ -78,7 +80,8 @@ def row_of(name, scores):
     axes = attention.recipe(name)
     if "mixer" in axes:
         raise ValueError(f"{name} computes no weights from scores: give a recipe without a mixer")
-    heads, T = 2 if axes.get("diff") == "v1" else 1, len(scores)  # v1 pairs heads
+    heads = 2 if axes.get("diff") == "v1" else 1  # v1 pairs heads
+    T = len(scores)
     torch.manual_seed(0)  # for learned vectors, such as an extra key
     config = GPTConfig(
         n_head=heads,
@@ -92,7 +95,8 @@ def row_of(name, scores):
     # q and k lie in a plane. The cosine of key j is scores_j / most, and |q| |k| / sqrt(d) is most
     most = scores.abs().max().clamp(min=1e-6)
     length = (most * WIDTH**0.5).sqrt()
-    q, k = torch.zeros(1, WIDTH), torch.zeros(T, WIDTH)
+    q = torch.zeros(1, WIDTH)
+    k = torch.zeros(T, WIDTH)
     q[0, 0] = length
     k[:, 0] = length * scores / most
     k[:, 1] = length * (1 - (scores / most) ** 2).clamp(min=0).sqrt()

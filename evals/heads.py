@@ -69,7 +69,8 @@ class Heads(Windows):
 def command(args, run):
     """How dormant, local, global and important every head is; with --cost, what its sink and the
     head are worth."""
-    T, machine = run.window(args.length), run.machine
+    T = run.window(args.length)
+    machine = run.machine
     if args.local > T:
         raise ValueError(f"--local={args.local}, but a window has {T} tokens: lower it")
     if args.cost and T <= OTHER:
@@ -151,7 +152,8 @@ def compared(here, there, dataset):
 
 def in_words(numbers):
     """A row for each layer, a line for each figure over all heads, and the costs."""
-    threshold, lines = numbers["threshold"], {}
+    threshold = numbers["threshold"]
+    lines = {}
     for layer, alpha in enumerate(numbers["maps"]["alpha_sink"]):
         lines[str(layer)] = {name: fmean(values[layer]) for name, values in numbers["maps"].items()}
         dormant = sum(sink > threshold for sink in alpha)

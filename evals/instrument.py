@@ -16,8 +16,7 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
     compare(found)          returns one text for several runs. Without it, eval.py prints their
                             texts one after another, and then their numbers side by side
 
-To add one, copy evals/lengths.py, add a row to one of the two tables in eval.py, and test it in
-tests/test_NAME.py.
+docs/add-your-own.md adds one, step by step. Its test is in tests/test_NAME.py.
 """
 
 import contextlib

@@ -48,7 +48,8 @@ MEANINGS = {
 def command(args, run):
     """Mean loss of a split on fixed windows. Of several runs: means and deviations over seeds;
     with --png their losses during training."""
-    length, split = run.window(args.length), run.split(args.split)
+    length = run.window(args.length)
+    split = run.split(args.split)
     losses = window_losses(run.model, split, run.machine, args.windows, args.batch_size, length)
     loss, error = mean_and_error(losses)
     bits = bits_per_byte(loss, run.data_meta, args.split)
@@ -79,7 +80,8 @@ def compare(found):
                     "Only losses on the same windows can be compared: give one --dataset and "
                     "--length"
                 )
-    lines, best = {}, None
+    lines = {}
+    best = None
     for label, group in groups_of(found).items():
         means = [numbers["loss"] for numbers in group]
         bits = [numbers["bits_per_byte"] for numbers in group]
@@ -105,7 +107,8 @@ def groups_of(found):
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
     best_first = sorted(groups.values(), key=lambda group: fmean(run["loss"] for run in group))
-    every, labelled = [group[0]["knobs"] for group in best_first], {}
+    every = [group[0]["knobs"] for group in best_first]
+    labelled = {}
     for group, knobs in zip(best_first, every, strict=True):
         usual = {"attn": knobs["attn"], "attn_args": "", "layers": ""}
         usual |= mixers.DEFAULTS | attention.recipe(knobs["attn"])
@@ -169,7 +172,9 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
     """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share:
     the ranks share the windows. A sharded model needs all ranks for each pass, so there every rank
     reads every window."""
-    training, total, seen = model.training, 0.0, 0
+    training = model.training
+    total = 0.0
+    seen = 0
     model.eval()  # no dropout; train.py calls this between two steps
     T = model.config.block_size
     for rows, starts in window_batches(

@@ -216,7 +216,8 @@ class Probe:
     def numbers(self):
         """The measures as lists with six decimals, None for nan, which JSON lacks: {measure: [per
         head]}."""
-        result, found = self.result(), {}
+        result = self.result()
+        found = {}
         for name in [*MEASURES, *(HEAD_MEASURES if self.local else [])]:
             values = result[name].tolist()
             found[name] = [None if math.isnan(value) else round(value, 6) for value in values]

@@ -94,7 +94,8 @@ class ProbeFlags(Windows):
 
 def command(args, run):
     """Measure where the attention goes, by layer or head, and what the hidden states look like."""
-    layers, flag = run.model.config.n_layer, "lengths" if args.lengths else "length"
+    layers = run.model.config.n_layer
+    flag = "lengths" if args.lengths else "length"
     lengths = whole_numbers(args.lengths or str(args.length), flag)
     lengths = sorted({run.window(T, flag) for T in lengths})
     if args.layer >= layers:

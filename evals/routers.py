@@ -142,7 +142,9 @@ def in_form(model, **changes):
 @torch.no_grad()
 def at_length(args, run, forms, T):
     """The figures of every form, {name: model}, in windows of T tokens."""
-    machine, losses, found = run.machine, {form: [] for form in forms}, {}
+    machine = run.machine
+    losses = {form: [] for form in forms}
+    found = {}
     mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
     (one,) = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
 
@@ -165,7 +167,8 @@ def router(args, run, name, value):
     """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its
     size, its perplexities in the soft form and with two groups a token, and how even its groups
     are."""
-    constants, config = DEFAULTS | {name: value}, run.model.config
+    constants = DEFAULTS | {name: value}
+    config = run.model.config
     # all sweeps share the run with the default values
     ending = "default" if constants == DEFAULTS else f"{name}-{value.replace('/', '-')}"
     folder = Path(f"{Path(run.out_dir).resolve()}-focus-{ending}")
@@ -205,7 +208,8 @@ def router(args, run, name, value):
 
 def in_words(numbers):
     """A row for each length and form, and the meanings of forms and columns."""
-    rows, keys = [], ("loss", "loss_error", "more", "more_error", "perplexity", "kept")
+    rows = []
+    keys = ("loss", "loss_error", "more", "more_error", "perplexity", "kept")
     for part in numbers["lengths"]:
         for form, figures in part["forms"].items():
             speed = f"{figures['speed']:.2f}x"

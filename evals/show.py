@@ -51,7 +51,9 @@ def choices_of(layer):
     """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the
     first sentence about it]; a part without a function, such as rotates=True, has no place.
     "usual": the axes with their default."""
-    config, code, usual = layer.config, [], {}
+    config = layer.config
+    code = []
+    usual = {}
     own = {"mixer", "rule", "pos", *attention.ATTENTIONS[config.attn]}
     for axis, default in mixers.DEFAULTS.items():
         value = getattr(config, axis)
@@ -78,7 +80,8 @@ def parts_of(layer, axis):
         return {"": type(layer)}
     if axis not in layer.choices:  # a number, such as that of --window
         return {"": visible if axis in NUMBERS else None}
-    choice, found = layer.choices[axis], {}
+    choice = layer.choices[axis]
+    found = {}
     for field in dataclasses.fields(choice):
         part = getattr(choice, field.name)
         if field.name not in NOT_SHOWN and part != field.default:
@@ -108,7 +111,8 @@ def first_sentence(function):
 
 def in_words(found):
     """A line for each part of each choice; then constants, learned tensors, axes with defaults."""
-    lines, last = [found["recipe"], ""], None
+    lines = [found["recipe"], ""]
+    last = None
     for axis, value, name, where, text in found["code"]:
         head = f"{axis:12} {value:10}" if axis != last else " " * 23
         lines.append(f"{head} {name:16} {where:32} {text}".rstrip())

@@ -197,7 +197,8 @@ def training_step(model, machine, batch):
 def attention_call(model, machine, batch, backward=True):
     """A function that runs the first layer's attention alone, between the projections, forward or
     both ways."""
-    module, T = model.transformer.h[0].attn, model.config.block_size
+    module = model.transformer.h[0].attn
+    T = model.config.block_size
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
     # (B, heads, T, width), with the memory layout of a projection
     q, k, v = (
@@ -266,7 +267,9 @@ def decoding_step(T, choices, heads, width, machine):
     module = mixers.layer_of(config, 0).to(machine.device).eval()
     if not module.cached:
         return None
-    x, past, calls = torch.randn(1, T, width * heads, device=machine.device), {}, []
+    x = torch.randn(1, T, width * heads, device=machine.device)
+    past = {}
+    calls = []
     again = partial(tree_map, lambda value: value)  # copies dicts and lists, which a step changes
 
     def keep_inputs(attend, layer, module, q, k, v, *rest, **cached):  # in place of attention
@@ -305,7 +308,8 @@ def time_focus(args, machine, lengths, numbers):
         sparse(*qkv, Focus.memberships(shares, topk), WINDOW, WIDTH**-0.5, fused)
 
     for T in lengths:
-        dice, dtype = torch.Generator().manual_seed(0), getattr(torch, machine.dtype)
+        dice = torch.Generator().manual_seed(0)
+        dtype = getattr(torch, machine.dtype)
         qkv = torch.randn(3, 1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
         cases = {"full": partial(F.scaled_dot_product_attention, *qkv, is_causal=True)}
         for groups, topk in GROUPS:

@@ -120,7 +120,8 @@ def leak(dice, balance="sinkhorn"):
 
 def mass_of_shut_pairs(dice, gate=focus.score_gate, T=256, K=4):
     """The mass of a row on distant pairs of different groups. Their sigmoid(z) is 0."""
-    s, group = torch.randn(32, T, T, generator=dice), torch.randint(K, (T,), generator=dice)
+    s = torch.randn(32, T, T, generator=dice)
+    group = torch.randint(K, (T,), generator=dice)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
     shut = seen.tril(-NEAR) & (group[:, None] != group)
     s = torch.where(shut, gate(s, torch.tensor(-1e4)), s).masked_fill(~seen, -math.inf)
@@ -170,7 +171,8 @@ def cosine_of_parts(dice, parts=DISJOINT, dtype=torch.float32, T=256, K=4):
     q, k, v = torch.randn(3, 8, T, 32, generator=dice)
     group = torch.randint(K, (T,), generator=dice)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
-    same, near = seen & (group[:, None] == group), seen.triu(1 - NEAR)
+    same = seen & (group[:, None] == group)
+    near = seen.triu(1 - NEAR)
     sets = {
         "same group": same,
         "near, other group": near & ~same,
