@@ -31,8 +31,10 @@ from evals.probe import probe
 
 MEASURES = {  # name: its meaning, printed under the table
     "alpha_sink": "weight on the sink, mean over all rows (eq. 5): `extra` or `sink` of probe",
-    "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6)",
-    "sigma2": "variance of a row's absolute weights, scaled to sum to 1, around an even spread",
+    "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; "
+    "{local} is our choice)",
+    "sigma2": "variance of a row's absolute weights, scaled to sum to 1, around an even spread "
+    "(eq. 7)",
     "importance": "weight on all other keys; for a gated head, its mean gate (eq. 8)",
     "dormant": "heads with alpha_sink above {threshold:g}",
 }
