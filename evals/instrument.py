@@ -332,7 +332,15 @@ def batches(run, args, length):
 
 
 def window_batches(
-    model, split, machine, length, count, batch_size, bar=False, share=False, packed=False
+    model,
+    split,
+    machine,
+    length,
+    count,
+    batch_size,
+    bar=False,
+    share=False,
+    packed=False,
 ):
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last
     token is only a target. The windows are spread evenly over the split, and every call yields the
