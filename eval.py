@@ -42,10 +42,10 @@ from evals.instrument import (
     Overrides,
     Picture,
     new_parameters,
-    one_after_another,
     overrides_of,
     recipe_names,
     runs_named,
+    side_by_side,
 )
 
 
@@ -56,19 +56,18 @@ class Command(NamedTuple):
     flags: type
     run: Callable
     draw: Callable | None = None  # for --png
-    tell: Callable | None = None  # one text for several runs
-    check: Callable | None = None  # raises if runs cannot be compared
     page: Callable | None = None  # for --html
+    compare: Callable | None = None  # one text for several runs
 
 
 OF_A_RUN = {  # eval.py opens the trained run that these look at
-    "loss": Command(loss.Loss, loss.command, loss.draw, loss.tell, loss.check),
+    "loss": Command(loss.Loss, loss.command, loss.draw, compare=loss.compare),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw),
     "sample": Command(sample.Sample, sample.command),
     "probe": Command(probe.ProbeFlags, probe.command, probe.draw),
     "heads": Command(heads.Heads, heads.command, heads.draw),
     "params": Command(params.Params, params.command, params.draw),
-    "maps": Command(maps.Maps, maps.command, maps.draw, page=maps.page),
+    "maps": Command(maps.Maps, maps.command, maps.draw, maps.page),
     "groups": Command(groups.Groups, groups.command, groups.draw),
     "routers": Command(routers.Routers, routers.command, routers.draw),
     "passkey": Command(passkey.Passkey, passkey.command, passkey.draw),
@@ -86,29 +85,19 @@ COMMANDS = OF_A_RUN | OF_THEIR_OWN
 
 
 def main(argv):
-    if not argv or argv[0] not in COMMANDS:
-        lines = [
-            f"{name:10}" + " ".join(command.run.__doc__.split())
-            for name, command in COMMANDS.items()
-        ]
-        listed = "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 10) for line in lines)
-        parser = Parser(prog="eval.py", description=f"{__doc__}\n{listed}")
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        parser = Parser(prog="eval.py", description=f"{__doc__}\n{listed_commands()}")
         parser.parse_args([a for a in argv if a in ("-h", "--help")])
-        problem = (
-            f"unknown command {argv[0]!r}{nearest(argv[0], COMMANDS) or ':'}"
-            if argv
-            else "which command?"
-        )
+        problem = f"unknown command {name!r}{nearest(name, COMMANDS) or ':'}"
+        problem = problem if name else "which command?"
         parser.error(f"{problem} python eval.py -h lists all: {', '.join(COMMANDS)}")
-    name, of_a_run, command = argv[0], argv[0] in OF_A_RUN, COMMANDS[argv[0]]
-    # as one line
-    parser = Parser(prog=f"eval.py {name}", description=" ".join(command.run.__doc__.split()))
-    add_flags(
-        parser,
-        command.flags,
-        *([Picture] if command.draw else []),
-        *([Common, Overrides] if of_a_run else []),
-    )
+    command = COMMANDS[name]
+    of_a_run = name in OF_A_RUN
+    parser = Parser(prog=f"eval.py {name}", description=one_line(command.run.__doc__))
+    shared = [Picture] if command.draw else []
+    shared += [Common, Overrides] if of_a_run else []
+    add_flags(parser, command.flags, *shared)
     parsed = parser.parse_args(argv[1:])
     if of_a_run and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
@@ -120,47 +109,62 @@ def main(argv):
         parser.error(str(e))
     # the flags are valid; from here on an error is about a run, its data or the disk
     with files.one_line_errors():
-        numbers, text, found = (
-            run_on_each(command, args, parsed) if of_a_run else (*command.run(args, None), None)
-        )
-        if numbers is None:  # another rank draws and prints
-            return
+        if not of_a_run:
+            numbers, text = command.run(args, None)
+            found = numbers
+        else:
+            found, text = run_on_each(command, args, parsed)
+            if found is None:  # another rank draws and prints
+                return
+            numbers = found if len(found) > 1 else next(iter(found.values()))
         if command.draw and parsed.png:
-            command.draw(parsed.png, found or numbers)
+            command.draw(parsed.png, found)
         if command.page and parsed.html:
-            command.page(parsed.html, found or numbers)
+            command.page(parsed.html, found)
         print(json.dumps(numbers, indent=2) if getattr(parsed, "json", False) else text)
 
 
+def one_line(text):
+    return " ".join(text.split())
+
+
+def listed_commands():
+    """A line for each command, from the docstring of its function."""
+    lines = [f"{name:10}{one_line(command.run.__doc__)}" for name, command in COMMANDS.items()]
+    return "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 10) for line in lines)
+
+
 def run_on_each(command, args, parsed):
-    """Run an instrument on each run in turn, so that memory holds only one model. Returns the
-    numbers as JSON has them, the text, and {run: numbers}; None on all ranks but one."""
-    places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    recipes, cases = recipe_names(overrides["attn"]) if "attn" in overrides else [], {}
+    """Run an instrument on each run in turn, so that memory holds only one model. Returns {run:
+    numbers} and the text; None on all ranks but one."""
+    places = runs_named(parsed.out_dir)
+    overrides = given_flags(parsed, Overrides)
+    recipes = recipe_names(overrides["attn"]) if "attn" in overrides else []
+    variants = [overrides]
+    named = len(recipes) > 1
+    if named:
+        variants = overrides_of(recipes, overrides).values()
+    cases = {}  # {what is printed above its table: (run, overrides)}
     for place in places:
-        if len(recipes) < 2:
-            cases[place] = place, overrides
-            continue
-        # of one run under several recipes
-        for changed in overrides_of(recipes, overrides).values():
-            cases[" ".join([place, *(f"--{name}={value}" for name, value in changed.items())])] = (
-                place,
-                changed,
-            )
-    if command.check:  # before the work begins
-        command.check(args, places, parsed.dataset)
+        for changed in variants:
+            flags = [f"--{name}={value}" for name, value in changed.items()] if named else []
+            cases[" ".join([place, *flags])] = place, changed
     for place, changed in cases.values():
         if changed and len(cases) > 1:
-            new_parameters(place, changed)  # raises ValueError
+            new_parameters(place, changed)  # raises ValueError before the work begins
     found, texts = {}, {}
     for name, (place, changed) in cases.items():
         run = OpenedRun(Common(**given_flags(parsed, Common) | {"out_dir": place}), changed)
         found[name], texts[name] = command.run(args, run)
         run.machine.close()
     if not run.machine.main:
-        return None, None, None
-    text = command.tell(args, found) if command.tell else one_after_another(found, texts)
-    return found[name] if len(cases) == 1 else found, text, found
+        return None, None
+    if len(cases) == 1:
+        return found, texts[name]
+    if command.compare:
+        return found, command.compare(found)
+    parts = [f"{name}\n\n{text}" for name, text in texts.items()]
+    return found, "\n\n".join([*parts, *side_by_side(found)])
 
 
 if __name__ == "__main__":

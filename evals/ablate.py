@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from evals.instrument import instead, progress
+from evals.instrument import instead, mean_and_error, progress
 from evals.loss import token_losses
 from evals.pictures import frame
 
@@ -33,30 +33,25 @@ def every_head(model):
 
 def value_zeroed(chosen, place=0, to_itself=True):
     """Attention in which the token at this place of the sequence has the value 0 for the chosen
-    heads. The
-    attention weights do not change. to_itself: its own row reads the value 0 as well. False is like
-    changing the KV cache after the token was read."""
+    heads. The attention weights do not change. to_itself: its own row reads the value 0 as well.
+    False is like changing the KV cache after the token was read."""
 
     def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
             return attend(q, k, v, x, *more)
         # grouped heads: every head gets its own copy of values and keys
         if v.shape[1] < module.heads:
-            k, v = module.for_score_heads(k, 1), v.repeat_interleave(module.heads // v.shape[1], 1)
+            k = module.for_score_heads(k, 1)
+            v = v.repeat_interleave(module.heads // v.shape[1], 1)
         row = module.sink_tokens + place
-        here = torch.arange(v.shape[2], device=v.device) == row
-        o = attend(
-            q,
-            k,
-            v.masked_fill(chosen[layer].to(v.device)[:, None, None] & here[:, None], 0.0),
-            x,
-            *more,
-        )
+        heads = chosen[layer].to(v.device)
+        zeroed = v.clone()
+        zeroed[:, :, row] = v[:, :, row].masked_fill(heads[:, None], 0.0)
+        o = attend(q, k, zeroed, x, *more)
         if not to_itself:  # its own row is computed without the change
             upto = slice(row + 1 if module.causal else None)
-            o[:, :, row] = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)[
-                :, :, row
-            ]
+            own = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)
+            o[:, :, row] = own[:, :, row]
         return o
 
     return change
@@ -86,92 +81,90 @@ def ablations(alpha_sink, threshold, prune):
     appendix A.5, after Sandoval-Segura et al. 2504.03889. Table 1 zeroes the value in the cache, so
     only later rows read the zero. We added the random heads and the heads with the least weight on
     the sink."""
-    all_heads, total = torch.ones_like(alpha_sink, dtype=torch.bool), alpha_sink.numel()
-    in_cache, dormant = partial(value_zeroed, to_itself=False), int((alpha_sink > threshold).sum())
-    changes = {
-        "first key hidden": key_hidden,
-        f"value at {OTHER} zero": in_cache(all_heads, OTHER),
-        "first value zero": in_cache(all_heads),
-        "and also in its own row": value_zeroed(all_heads),
-    }
-    found = [(what, "all heads", total, [change]) for what, change in changes.items()]
-    counts = [("first value zero", in_cache, dormant)] if dormant else []
-    counts += [
-        (f"{percent} % of heads zero", output_zeroed, round(percent / 100 * total))
-        for percent in prune
-    ]
-    for what, change, count in counts:
-        choices = picked(alpha_sink, count, in_layers=change is output_zeroed)
-        found += [
-            (what, where, count, [change(chosen) for chosen in picks])
-            for where, picks in choices.items()
-        ]
+    total = alpha_sink.numel()
+    found = []
+    every = torch.ones_like(alpha_sink, dtype=torch.bool)
+    in_cache = partial(value_zeroed, to_itself=False)
+    for what, change in (
+        ("first key hidden", key_hidden),
+        (f"value at {OTHER} zero", in_cache(every, OTHER)),
+        ("first value zero", in_cache(every)),
+        ("and also in its own row", value_zeroed(every)),
+    ):
+        found.append((what, "all heads", total, [change]))
+    if dormant := int((alpha_sink > threshold).sum()):
+        for where, masks in picked(alpha_sink, dormant).items():
+            found.append(("first value zero", where, dormant, list(map(in_cache, masks))))
+    for percent in prune:
+        what = f"{percent} % of heads zero"
+        count = round(percent / 100 * total)
+        for where, masks in picked(alpha_sink, count, in_layers=True).items():
+            found.append((what, where, count, list(map(output_zeroed, masks))))
     return found
 
 
 def picked(alpha_sink, count, in_layers=False, seed=1337):
     """Choose `count` heads in three ways: those with the most weight on the sink, random heads
-    (DRAWS times), and
-    those with the least weight. Returns {where: [mask `chosen`, ...]}.
+    (DRAWS times), and those with the least weight. Returns {where: [mask `chosen`, ...]}.
+
     in_layers: also choose them spread evenly over the layers, in each layer those with the most or
     the least weight. A remainder goes to the layers whose next head has the most or the least.
     (Without the spread, the heads with the least weight may fill whole layers. Then their depth
     matters more than their sink.)"""
-    alpha, dice = alpha_sink.cpu(), torch.Generator().manual_seed(seed)
+    alpha = alpha_sink.cpu()
+    dice = torch.Generator().manual_seed(seed)
+
+    def first(order):
+        chosen = torch.zeros(alpha.numel(), dtype=torch.bool)
+        chosen[order[:count]] = True
+        return chosen.view_as(alpha)
+
     order = alpha.flatten().argsort(descending=True, stable=True)
-    orders = {
-        "most sink": [order],
-        "random": [torch.randperm(len(order), generator=dice) for _ in range(DRAWS)],
-        "least sink": [order.flip(0)],
+    found = {
+        "most sink": [first(order)],
+        "random": [first(torch.randperm(len(order), generator=dice)) for _ in range(DRAWS)],
+        "least sink": [first(order.flip(0))],
     }
-    for where, values in (("most sink", alpha), ("least sink", -alpha)) if in_layers else ():
-        # 0: first in its layer
-        rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()
-        order = values.flatten().argsort(descending=True, stable=True)
-        # by rank, then by value
-        orders[f"{where} of each layer"] = [order[rank[order].argsort(stable=True)]]
-    none = torch.zeros(alpha.numel(), dtype=torch.bool)
-    return {
-        where: [none.index_fill(0, order[:count], True).view_as(alpha) for order in several]
-        for where, several in orders.items()
-    }
+    if in_layers:
+        for where, values in (("most sink", alpha), ("least sink", -alpha)):
+            # 0: first in its layer
+            rank = values.argsort(dim=1, descending=True, stable=True).argsort(dim=1).flatten()
+            order = values.flatten().argsort(descending=True, stable=True)
+            by_rank = order[rank[order].argsort(stable=True)]  # then by value
+            found[f"{where} of each layer"] = [first(by_rank)]
+    return found
 
 
 def costs(found, model, rows, machine, batch_size):
     """The loss that each ablation adds on windows rows (N, T + 1), in nats per token: {"loss":
     without ablation, "changes": [{"what", "where", "heads", "loss_change", "standard_error",
-    "over_draws"}]}.
-    standard_error: of the mean difference over the windows, None for one window. over_draws:
-    standard deviation of the loss over the draws, None for one draw."""
-    before, lines = window_losses(unchanged, model, rows, machine, batch_size), []
+    "over_draws"}]}. standard_error: of the mean difference over the windows, None for one window.
+    over_draws: standard deviation of the loss over the draws, None for one draw."""
+    before = window_losses(unchanged, model, rows, machine, batch_size)
+    lines = []
     for what, where, heads, changes in progress(found, machine.main):
-        added = torch.stack(
-            [window_losses(change, model, rows, machine, batch_size) - before for change in changes]
+        losses = [window_losses(change, model, rows, machine, batch_size) for change in changes]
+        added = torch.stack(losses) - before  # (draws, windows)
+        mean, error = mean_and_error(added.mean(0))
+        over_draws = added.mean(1).std().item() if len(added) > 1 else None
+        lines.append(
+            {
+                "what": what,
+                "where": where,
+                "heads": heads,
+                "loss_change": mean,
+                "standard_error": error,
+                "over_draws": over_draws,
+            }
         )
-        lines.append({"what": what, "where": where, "heads": heads, **mean_and_errors(added)})
     return {"loss": before.mean().item(), "changes": lines}
-
-
-def mean_and_errors(added):
-    """The statistics of added (draws, windows), the losses with an ablation minus those without."""
-    draws, windows = added.shape
-    error = added.mean(0).std().item() / windows**0.5 if windows > 1 else None
-    return {
-        "loss_change": added.mean().item(),
-        "standard_error": error,
-        "over_draws": added.mean(1).std().item() if draws > 1 else None,
-    }
 
 
 def window_losses(change, model, rows, machine, batch_size):
     """The mean loss of each window of rows (N, T + 1) with this change: (N,) float64, on the
     CPU."""
-    return torch.cat(
-        [
-            losses_with(change, model, batch, machine).double().mean(1).cpu()
-            for batch in rows.split(batch_size)
-        ]
-    )
+    losses = [losses_with(change, model, batch, machine) for batch in rows.split(batch_size)]
+    return torch.cat(losses).double().mean(1).cpu()
 
 
 @torch.no_grad()
@@ -185,10 +178,9 @@ def draw_costs(ax, cost):
     """Draw a bar for each ablation, dark for the heads with the most sink. Lines are two standard
     errors."""
     lines = [line for line in cost["changes"][::-1] if line["heads"]]  # bars start at the bottom
-    gains, errors = (
-        [line["loss_change"] for line in lines],
-        [2 * (line["standard_error"] or 0) for line in lines],
-    )
+    gains = [line["loss_change"] for line in lines]
+    errors = [2 * (line["standard_error"] or 0) for line in lines]
+    labels = [f"{line['what']}, {line['where']}" for line in lines]
     colours = {
         "most sink": "#08306b",
         "random": "#b0b0b0",
@@ -204,8 +196,6 @@ def draw_costs(ax, cost):
         error_kw={"elinewidth": 1, "ecolor": "#606060"},
     )
     ax.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
-    ax.set_yticks(
-        range(len(lines)), [f"{line['what']}, {line['where']}" for line in lines], fontsize=8
-    )
+    ax.set_yticks(range(len(lines)), labels, fontsize=8)
     ax.margins(x=0.15)
     frame(ax, f"increase of the loss\n(nats per token, from {cost['loss']:.3f})")

@@ -29,7 +29,7 @@ from evals.instrument import (
     train_if_missing,
     whole_numbers,
 )
-from evals.measures import MEASURES, printed
+from evals.measures import MEASURES
 from evals.pictures import GREY, figure_of, frame
 
 RECIPES = {  # flags of train.py under a name
@@ -158,10 +158,9 @@ def command(args, run):
         raise ValueError(f"{file} has no finished run: give --seeds, and see the errors above")
     text = markdown(
         [[f"`{name}`", *map(cell, row.values())] for name, row in table.items()],
-        ["recipe", *map(printed, MEANINGS)],
+        ["recipe", *MEANINGS],
     )
-    meanings = legend({printed(key): meaning for key, meaning in MEANINGS.items()})
-    return {"runs": [*rows.values()], "table": table}, f"{text}\n\n{meanings}"
+    return {"runs": [*rows.values()], "table": table}, f"{text}\n\n{legend(MEANINGS)}"
 
 
 def read_rows(file):

@@ -17,11 +17,17 @@ import torch
 
 import attention
 from common.flags import Knobs, knob
-from evals.instrument import recipe_names, table
+from evals.instrument import explained, recipe_names
 from evals.pictures import figure_of, frame
 from model import GPTConfig
 
 WIDTH = 64  # head dimension
+MEANINGS = {
+    "on_keys": "sum of the weights on keys",
+    "extra": "weight on an extra key",
+    "zeros": "share of weights that are exactly 0",
+    "largest": "the largest weight",
+}
 
 
 @dataclass
@@ -41,28 +47,24 @@ def command(args, run=None):
     names = recipe_names(args.recipes)
     if args.recipes == "all":
         names = [name for name in names if "mixer" not in attention.recipe(name)]
-    scores, found = torch.linspace(-args.spread, args.spread, args.keys), {}
+    scores = torch.linspace(-args.spread, args.spread, args.keys)
+    found = {}
+    lines = {}
     for name in names:
         w, extra = row_of(name, scores)
-        # of the two of a differential recipe
-        view = "first" if "diff" in attention.recipe(name) else None
         found[name] = {
-            "view": view,
+            "view": "first" if "diff" in attention.recipe(name) else None,
             "on_keys": sum(w),
             "extra": extra,
             "zeros": w.count(0) / len(w),
             "largest": max(w),
             "weights": w,
         }
+        lines[shown(name, found[name])] = found[name]
     numbers = {"scores": scores.tolist(), "recipes": found}
-    cells = [
-        [shown(name, row), row["on_keys"], row["zeros"], row["largest"]]
-        for name, row in found.items()
-    ]
     return numbers, (
         f"one row of {args.keys} keys, scores from {-args.spread:g} to {args.spread:g}\n\n"
-        + table(cells, ["recipe", "sum", "zeros", "largest weight"])
-        + "\n\nsum: of the weights on keys; zeros: share of weights that are exactly 0"
+        + explained(lines, MEANINGS, "recipe")
     )
 
 
@@ -72,40 +74,38 @@ def shown(name, row):
     return f"{name}, first view" if row["view"] else name
 
 
+@torch.no_grad()
 def row_of(name, scores):
     """The weights of one row, a list, and the weight of an extra key outside it (0 without one)."""
     axes = attention.recipe(name)
     if "mixer" in axes:
-        raise ValueError(
-            f"{name} has a mixer and computes no weights from scores: choose a recipe without a mixer"
-        )
-    heads, T = 2 if axes.get("diff") == "v1" else 1, len(scores)  # v1 pairs heads
+        raise ValueError(f"{name} computes no weights from scores: give a recipe without a mixer")
+    heads = 2 if axes.get("diff") == "v1" else 1  # v1 pairs heads
+    T = len(scores)
     torch.manual_seed(0)  # for learned vectors, such as an extra key
-    layer = attention.Attention(
-        GPTConfig(
-            n_head=heads,
-            n_embd=heads * WIDTH,
-            block_size=T,
-            attn=name,
-            kernel="torch",
-            window=T if "window" in axes else 0,
-        ),
-        0,
-    ).eval()  # a window that hides none of the keys
+    config = GPTConfig(
+        n_head=heads,
+        n_embd=heads * WIDTH,
+        block_size=T,
+        attn=name,
+        kernel="torch",
+        window=T if "window" in axes else 0,  # which hides none of the keys
+    )
+    layer = attention.Attention(config, 0).eval()
     # q and k lie in a plane. The cosine of key j is scores_j / most, and |q| |k| / sqrt(d) is most
     most = scores.abs().max().clamp(min=1e-6)
-    length, keys = (most * WIDTH**0.5).sqrt(), torch.zeros(T, WIDTH)
-    keys[:, 0], keys[:, 1] = scores / most, (1 - (scores / most) ** 2).clamp(min=0).sqrt()
-    q, k = (
-        (length * part).expand(1, layer.shapes[of][0], *part.shape)
-        for of, part in (("q", torch.eye(1, WIDTH)), ("k", keys))
-    )
-    with torch.no_grad():
-        w = (
-            layer.weights_of(q, k, torch.zeros(1, 1, heads * WIDTH))
-            if layer.config.diff == "none"
-            else layer.views_of(q, k, None)[0]
-        )
+    length = (most * WIDTH**0.5).sqrt()
+    q = torch.zeros(1, WIDTH)
+    k = torch.zeros(T, WIDTH)
+    q[0, 0] = length
+    k[:, 0] = length * scores / most
+    k[:, 1] = length * (1 - (scores / most) ** 2).clamp(min=0).sqrt()
+    q = q.expand(1, layer.shapes["q"][0], 1, WIDTH)
+    k = k.expand(1, layer.shapes["k"][0], T, WIDTH)
+    if layer.config.diff == "none":
+        w = layer.weights_of(q, k, torch.zeros(1, 1, heads * WIDTH))
+    else:
+        w = layer.views_of(q, k, None)[0]
     outside = w.shape[-1] - T  # w (1, heads, 1, T), or (..., 1 + T) with an extra key first
     return w[0, 0, 0, outside:].tolist(), float(w[0, 0, 0, :outside].sum())
 
@@ -120,12 +120,10 @@ def draw(path, found):
                 label=f"{shown(name, row)}: sums to {row['on_keys']:.2f}",
             )
         ax.legend(frameon=False, fontsize=8)
-        if of_cosines := [
-            name for name in found["recipes"] if attention.recipe(name).get("qk_norm") == "l2"
-        ]:
+        names = [n for n in found["recipes"] if attention.recipe(n).get("qk_norm") == "l2"]
+        if names:
             most = found["scores"][-1] or 1  # --spread=0
-            cosines = ax.secondary_xaxis(
-                "top", functions=(lambda score: score / most, lambda cosine: cosine * most)
-            )
-            cosines.set_xlabel(f"cosine, which is the score of {', '.join(of_cosines)}")
+            both_ways = (lambda score: score / most, lambda cosine: cosine * most)
+            cosines = ax.secondary_xaxis("top", functions=both_ways)
+            cosines.set_xlabel(f"cosine, which is the score of {', '.join(names)}")
         frame(ax, f"one row of {len(found['scores'])} keys", "score of the key", "its weight")

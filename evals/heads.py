@@ -7,7 +7,6 @@ head of the output: a differential recipe's weights are the difference of its vi
 (layers, heads).
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,23 +21,25 @@ from evals.instrument import (
     Windows,
     explained,
     first_line,
-    progress,
     table,
-    watch,
     whole_numbers,
     window_batches,
 )
-from evals.measures import Probe
+from evals.measures import HEAD_MEASURES
 from evals.pictures import SHARES, draw_rows, heat_map, signed
+from evals.probe import probe
 
 MEASURES = {  # name: its meaning, printed under the table
-    "alpha_sink": "weight on the sink, mean over rows (eq. 5)",
-    "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; our choice of {local})",
-    "sigma2": "variance of a row's absolute weights around an even spread, after they are scaled to sum to 1 (eq. 7)",
+    "alpha_sink": "weight on the sink, mean over all rows (eq. 5): `extra` or `sink` of probe",
+    "alpha_local": "weight on the last {local} keys, mean over rows with that many keys (eq. 6; "
+    "{local} is our choice)",
+    "sigma2": "variance of a row's absolute weights, scaled to sum to 1, around an even spread "
+    "(eq. 7)",
     "importance": "weight on all other keys; for a gated head, its mean gate (eq. 8)",
+    "dormant": "heads with alpha_sink above {threshold:g}",
 }
 FIGURES = {  # over all heads
-    "depth_rank_correlation": "rank correlation of a layer's depth and its mean weight on the sink",
+    "depth_rank_correlation": "rank correlation of a layer's depth and its mean alpha_sink",
     "importance_cv": "standard deviation of importance over its mean (eq. 8)",
     "importance_cv_late": "the same without the first layers, {early} of them",
 }
@@ -70,46 +71,34 @@ class Heads(Windows):
 def command(args, run):
     """How dormant, local, global and important every head is; with --cost, what its sink and the
     head are worth."""
-    T, machine = run.window(args.length), run.machine
+    T = run.window(args.length)
+    machine = run.machine
     if args.local > T:
-        raise ValueError(
-            f"--local={args.local} does not fit into windows of {T} tokens: lower it, or raise --length"
-        )
+        raise ValueError(f"--local={args.local}, but a window has {T} tokens: lower it")
     if args.cost and T <= OTHER:
         raise ValueError(f"--cost needs windows of more than {OTHER} tokens: raise --length")
-    maps, windows = [], []  # for the run's data set, and for --against
-    for folder, _ in [run.data, *([run.data_of(args.against)] if args.against else [])]:
+
+    def measured(folder):
+        """{measure: (layers, heads)} on the windows of a data set, and its split."""
         split = tokens.Tokens(folder, args.split)
-        # (N, T + 1)
-        (rows,) = window_batches(run.model, split, machine, T, args.windows, args.windows)
-        probes = [Probe(local=args.local) for _ in run.model.transformer.h]
-        for batch in progress(rows.split(args.batch_size), machine.main):
-            watch(
-                run.model,
-                lambda layer, *inputs, probes=probes: probes[layer].see(*inputs),
-                batch[:, :-1],
-                machine,
-            )
-        results = [probe.result() for probe in probes]
-        maps.append({name: torch.stack([result[name] for result in results]) for name in MEASURES})
-        windows.append(rows)
-    outside = run.model.sink_tokens or any(
-        block.attn.has_extra_key for block in run.model.transformer.h
-    )
-    numbers = run.reads(args.split, len(windows[0]), T) | {
-        "local": args.local,
-        "alpha_sink_is": "extra" if outside else "sink",
-        **summary(maps[0], args.threshold),
-    }
-    alpha = maps[0]["alpha_sink"]
+        sizes = args.windows, args.batch_size, T
+        layers = probe(run.model, split, machine, *sizes, bar=True, local=args.local)["layers"]
+        maps = {}
+        for name in HEAD_MEASURES:
+            maps[name] = torch.tensor([layer[name] for layer in layers], dtype=torch.float64)
+        return maps, split
+
+    maps, split = measured(run.data[0])
+    (rows,) = window_batches(run.model, split, machine, T, args.windows, args.windows)
+    alpha = maps["alpha_sink"]
+    numbers = run.reads(args.split, len(rows), T) | {"local": args.local}
+    numbers |= summary(maps, args.threshold)
     if args.against:
-        numbers["against"] = compared(alpha, maps[1]["alpha_sink"], Path(args.against).name)
+        there, _ = measured(run.data_of(args.against)[0])
+        numbers["against"] = compared(alpha, there["alpha_sink"], Path(args.against).name)
     if args.cost:
         removed = ablations(alpha, args.threshold, whole_numbers(args.prune))
-        numbers["cost"] = costs(removed, run.model, windows[0], machine, args.batch_size) | {
-            "threshold": args.threshold,
-            "dormant": numbers["dormant"],
-        }
+        numbers["cost"] = costs(removed, run.model, rows, machine, args.batch_size)
     return numbers, in_words(numbers)
 
 
@@ -119,11 +108,11 @@ def summary(maps, threshold):
     alpha, importance = maps["alpha_sink"], maps["importance"]
     depth = torch.arange(len(alpha), dtype=torch.float64)
     early = max(1, round(len(alpha) / 5))  # a fifth of the layers
+    lists = {}
+    for name, values in maps.items():
+        lists[name] = [[round(value, 6) for value in layer] for layer in values.tolist()]
     return {
-        "maps": {
-            name: [[round(value, 6) for value in layer] for layer in values.tolist()]
-            for name, values in maps.items()
-        },
+        "maps": lists,
         "mean": {name: values.mean().item() for name, values in maps.items()},
         "threshold": threshold,
         "dormant": (alpha > threshold).double().mean().item(),
@@ -137,21 +126,17 @@ def summary(maps, threshold):
 def variation(values):
     """Standard deviation over mean (eq. 8); None if it is undefined. The paper does not define its
     standard deviation; ours divides by n, as the balancing loss in training does."""
-    found = (
-        values.std(correction=0) / values.mean()
-        if values.numel() > 1
-        else values.new_tensor(math.nan)
-    )
+    if values.numel() < 2:
+        return None
+    found = values.std(correction=0) / values.mean()
     return found.item() if found.isfinite() else None
 
 
 def correlation(a, b):
     """Pearson's correlation of two maps; None if it is undefined, like that with a constant."""
-    found = (
-        torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
-        if a.numel() > 1
-        else a.new_tensor(math.nan)
-    )
+    if a.numel() < 2:
+        return None
+    found = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
     return found.item() if found.isfinite() else None
 
 
@@ -169,59 +154,29 @@ def compared(here, there, dataset):
 
 def in_words(numbers):
     """A row for each layer, a line for each figure over all heads, and the costs."""
-    maps, threshold, lines = numbers["maps"], numbers["threshold"], {}
-    # evals/probe.py has the same number under another key, whose printed name is used here
-    names = {name: name for name in MEASURES} | {"alpha_sink": numbers["alpha_sink_is"]}
-    for layer, alpha in enumerate(maps["alpha_sink"]):
+    threshold = numbers["threshold"]
+    lines = {}
+    for layer, alpha in enumerate(numbers["maps"]["alpha_sink"]):
+        lines[str(layer)] = {name: fmean(values[layer]) for name, values in numbers["maps"].items()}
         dormant = sum(sink > threshold for sink in alpha)
-        lines[str(layer)] = {names[name]: fmean(values[layer]) for name, values in maps.items()} | {
-            "dormant": f"{dormant} of {len(alpha)}"
-        }
-    lines["mean"] = {names[name]: value for name, value in numbers["mean"].items()} | {
-        "dormant": f"{numbers['dormant']:.0%}"
-    }
-    columns = {names[name]: meaning.format(**numbers) for name, meaning in MEASURES.items()} | {
-        "dormant": f"heads whose weight on the sink is above {threshold:g}"
-    }
-    figures = [
-        [f"{name}, {meaning}".format(**numbers), numbers[name]]
-        for name, meaning in FIGURES.items()
-        if numbers[name] is not None
-    ]
-    if "against" in numbers:
-        figures += [
-            [
-                f"{name} of the weights on the sink, here and on {numbers['against']['dataset']}",
-                numbers["against"][name],
-            ]
-            for name in ("correlation", "mean_difference")
-        ]
-    texts = [
-        first_line(numbers),
-        explained(lines, columns, "layer"),
-        table(figures, ["over all heads", ""]),
-    ]
-    if "cost" in numbers:
-        cost = numbers["cost"]
-        rows = [
-            [
-                line["what"],
-                line["where"],
-                str(line["heads"]),
-                *(line[name] for name in ("loss_change", "standard_error", "over_draws")),
-            ]
-            for line in cost["changes"]
-        ]
-        header = [
-            "taken away",
-            "in the heads",
-            "heads",
-            "loss change",
-            "standard error",
-            "over draws",
-        ]
+        lines[str(layer)]["dormant"] = f"{dormant} of {len(alpha)}"
+    lines["mean"] = numbers["mean"] | {"dormant": f"{numbers['dormant']:.0%}"}
+    columns = {name: meaning.format(**numbers) for name, meaning in MEASURES.items()}
+    figures = []
+    for name, meaning in FIGURES.items():
+        if numbers[name] is not None:
+            figures.append([f"{name}, {meaning}".format(**numbers), numbers[name]])
+    if against := numbers.get("against"):
+        for name in ("correlation", "mean_difference"):
+            line = f"{name} of alpha_sink here and on {against['dataset']}"
+            figures.append([line, against[name]])
+    texts = [first_line(numbers), explained(lines, columns, "layer")]
+    texts.append(table(figures, ["over all heads", ""]))
+    if cost := numbers.get("cost"):
+        rows = [line.values() for line in cost["changes"]]
+        header = "taken away,in the heads,heads,loss change,standard error,over draws".split(",")
         texts += [f"loss as it is: {cost['loss']:.4f} nats per token", table(rows, header)]
-        if not cost["dormant"]:
+        if not numbers["dormant"]:
             texts[-1] += f"\nfirst value zero in dormant heads: no head is above {threshold:g}"
     return "\n\n".join(texts)
 
@@ -230,31 +185,24 @@ def draw(path, found):
     """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11), with --against
     alpha_sink on both data sets and the difference (figure 6), with --cost the costs. Several runs:
     their alpha_sink (figure 12)."""
-    panels = {
-        f"{place}\nmean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}": (
-            numbers["maps"]["alpha_sink"],
-            SHARES,
-        )
-        for place, numbers in found.items()
-    }
-    first, cost = next(iter(found.values())), None
-    if len(found) == 1:
-        cost, against, maps = first.get("cost"), first.get("against"), first["maps"]
-        panels = {"weight on the sink\n$\\alpha_{sink}$": (maps["alpha_sink"], SHARES)}
+    panels = []
+
+    def add(title, cells, colours=SHARES):
+        panels.append(partial(heat_map, cells=cells, colours=colours, title=title, bar=""))
+
+    if len(found) > 1:
+        for place, numbers in found.items():
+            mean = f"mean $\\alpha_{{sink}}$ {numbers['mean']['alpha_sink']:.2f}"
+            add(f"{place}\n{mean}", numbers["maps"]["alpha_sink"])
+    else:
+        (numbers,) = found.values()
+        maps, against, cost = numbers["maps"], numbers.get("against"), numbers.get("cost")
+        add("weight on the sink\n$\\alpha_{sink}$", maps["alpha_sink"])
         if against:
-            panels |= {
-                f"the same on\n{against['dataset']}": (against["alpha_sink"], SHARES),
-                "difference\n(first minus second)": (against["difference"], signed(0.5)),
-            }
-        panels |= {
-            f"on the last {first['local']} keys\n$\\alpha_{{local}}$": (
-                maps["alpha_local"],
-                SHARES,
-            ),
-            "how uneven rows are\n$\\sigma^2$": (maps["sigma2"], SHARES | {"vmax": None}),
-        }
-    row = [
-        partial(heat_map, cells=cells, colours=colours, title=title, bar="")
-        for title, (cells, colours) in panels.items()
-    ]
-    draw_rows(path, {"": row + [partial(draw_costs, cost=cost)] * bool(cost)})
+            add(f"the same on\n{against['dataset']}", against["alpha_sink"])
+            add("difference\n(first minus second)", against["difference"], signed(0.5))
+        add(f"on the last {numbers['local']} keys\n$\\alpha_{{local}}$", maps["alpha_local"])
+        add("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None})
+        if cost:
+            panels.append(partial(draw_costs, cost=cost))
+    draw_rows(path, {"": panels})

@@ -3,21 +3,20 @@ tables of text.
 
 An instrument is one file in this folder, with
 
-    a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
-    command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring
-                              begins -h
+    a dataclass of flags    its fields are the command's flags; see common/flags.py and Windows
+    command(args, run)      takes the filled dataclass, and an OpenedRun or None. Returns (numbers,
+                            text): the same result as a dict for JSON and as a table for people. Its
+                            docstring begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
-    page(path, found)      writes the page for --html, which is a flag of its own; see evals/maps.py
-    tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
-                              their numbers, and those of numbers["mean"], side by side
-    check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
+    draw(path, found)       draws the picture for --png; for a command that opens no run,
+                            draw(path, numbers)
+    page(path, found)       writes the page for --html, which is a flag of its own
+    compare(found)          returns one text for several runs. Without it, eval.py prints their
+                            texts one after another, and then their numbers side by side
 
-To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in
-tests/test_NAME.py.
+docs/add-your-own.md adds one, step by step. Its test is in tests/test_NAME.py.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +53,6 @@ from common.runs import (
     what_is_new,
 )
 from data import tokens
-from evals.measures import NAMES, printed
 from model import GPT, GPTConfig
 
 
@@ -71,7 +69,8 @@ class Common(Knobs):
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the best available")
     dtype: str = knob(
         "",
-        "precision of matrix products; empty: float32, or auto for public weights; auto: the fastest",
+        "precision of matrix products; empty: float32, or auto for public weights; auto: the "
+        "fastest",
         ("", "auto", "float32", "bfloat16", "float16"),
     )
     json: bool = knob(False, "print JSON instead of a table")
@@ -153,12 +152,15 @@ class OpenedRun:
         self.dataset = common.dataset or self.meta["knobs"]["dataset"]
         # without attention weights, derivatives of outputs by values replace them
         self.has_weights = all(block.attn.has_weights for block in self.model.transformer.h)
-        if not self.has_weights and self.machine.main:
-            print(
-                f"note: --attn={self.model.config.attn} has no attention weights, since it is not linear in its "
-                "values: the weights shown are derivatives of outputs with respect to values",
-                file=sys.stderr,
+        if not self.has_weights:
+            self.note(
+                f"--attn={self.model.config.attn} has no attention weights, since it is not linear "
+                "in its values: the weights shown are derivatives of outputs by values"
             )
+
+    def note(self, text):
+        if self.machine.main:
+            print(f"note: {text}", file=sys.stderr)
 
     def data_of(self, dataset):
         """The folder of a data set in the run's tokenizer, and its meta.json."""
@@ -183,10 +185,10 @@ class OpenedRun:
         return OpenedRun(common, overrides or {})
 
     def split(self, name):
-        knobs = self.meta["knobs"]  # with --docs=1, the run's own data is read as in training
-        return tokens.Tokens(
-            self.data[0], name, knobs.get("docs", False) and self.dataset == knobs["dataset"]
-        )
+        """A split of the data set. With --docs=1, the run's own data is read as in training."""
+        knobs = self.meta["knobs"]
+        docs = knobs.get("docs", False) and self.dataset == knobs["dataset"]
+        return tokens.Tokens(self.data[0], name, docs)
 
     @property
     def positions(self):
@@ -212,11 +214,10 @@ class OpenedRun:
                 f"{self.data_meta['stride'] - 1} tokens: give a smaller --{flag}"
             )
         length = length or min(config.block_size, LONG)
-        if length <= config.window and self.machine.main:
-            print(
-                f"note: the model reads {length} tokens at a time, so --window={config.window} hides none of them: "
-                f"give a larger --{flag}, or a smaller --window",
-                file=sys.stderr,
+        if length <= config.window:
+            self.note(
+                f"the model reads {length} tokens at a time, so --window={config.window} hides "
+                f"none of them: give a larger --{flag}, or a smaller --window"
             )
         return length
 
@@ -227,7 +228,7 @@ class OpenedRun:
 
 def first_line(reads):
     """The first line of a text: what an instrument read, from its numbers."""
-    return f"{reads['windows']} windows of {reads['length']} tokens of {reads['dataset']} ({reads['split']})"
+    return "{windows} windows of {length} tokens of {dataset} ({split})".format(**reads)
 
 
 def load_run(out_dir, device, overrides=None, dtype="float32"):
@@ -241,15 +242,14 @@ def load_run(out_dir, device, overrides=None, dtype="float32"):
     # only new parameters need initial values; without them, shapes are enough
     with contextlib.nullcontext() if new else torch.device("meta"):
         model = GPT(config)
+    large = ["c_attn.weight", "c_proj.weight", "c_fc.weight", "c_gate.weight"]
+    if not config.tied:
+        large.append("lm_head.weight")
     state = read_weights(path)
-    large = tuple(
-        f"{name}.weight"
-        for name in ("c_attn", "c_proj", "c_fc", "c_gate", *["lm_head"] * (not config.tied))
-    )
-    state = {
-        name: value.to(getattr(torch, dtype) if name.endswith(large) else torch.float32)
-        for name, value in state.items()
-    }
+    for name, value in state.items():
+        state[name] = value.to(
+            getattr(torch, dtype) if name.endswith(tuple(large)) else torch.float32
+        )
     load_weights(model, state, path, new, copy=False)
     if new:
         print(what_is_new(new, path), file=sys.stderr)
@@ -261,7 +261,8 @@ def new_parameters(out_dir, overrides):
     do not fit. It compares shapes, and does not read the weights."""
     meta, path = read_run(out_dir)
     with torch.device("meta"):
-        model, own = (GPT(model_config(meta["knobs"], given)) for given in (overrides, {}))
+        model = GPT(model_config(meta["knobs"], overrides))
+        own = GPT(model_config(meta["knobs"], {}))
     new = model.additions_to(own.config)
     load_weights(model, own.state_dict(), path, new, copy=False)
     return new
@@ -278,19 +279,16 @@ def model_config(stored, given):
 def train_if_missing(folder, flags, quiet=False):
     """The meta.json of a run in this folder with these flags of train.py. It is trained first, in a
     separate process, unless the folder has a finished run with these flags that is newer than the
-    run
-    of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no bar
-    and
-    has one thread, because it is one of many."""
-    meta, weights = run_with(folder, flags), folder / "ckpt.pt"
-    bases = (
-        Path(flag.partition("=")[2]) / "ckpt.pt"
-        for flag in flags
-        if flag.startswith("--init_from=")
-    )
-    if "report" in meta and not any(
-        base.exists() and base.stat().st_mtime > weights.stat().st_mtime for base in bases
-    ):
+    run of --init_from. A stopped run continues from its last checkpoint. quiet: the run shows no
+    bar and has one thread, because it is one of many."""
+    meta = run_with(folder, flags)
+    outdated = "report" not in meta  # or an older base than that of today
+    for flag in flags:
+        name, _, base = flag.partition("=")
+        weights = Path(base, "ckpt.pt")
+        if not outdated and name == "--init_from" and weights.exists():
+            outdated = weights.stat().st_mtime > (folder / "ckpt.pt").stat().st_mtime
+    if not outdated:
         return meta
     words = flags_to_finish(folder, flags)
     if quiet:
@@ -300,15 +298,14 @@ def train_if_missing(folder, flags, quiet=False):
     # its bar and errors go to stderr as they come; its report is in meta.json
     if process_of("train.py", *words, stdout=subprocess.DEVNULL).returncode:
         raise ValueError(
-            f"{folder} was not finished: read the error above, and change its flags with --train_args"
+            f"{folder} was not finished: read the error above; --train_args changes its flags"
         )
     return files.read_json(folder / "meta.json")
 
 
 def each_done(work, jobs, workers=1):
     """Yield (job, work(*job)) for each of a list of tuples, in their order, while `workers` of them
-    run
-    at a time. A job that fails prints its error and yields nothing; the others go on."""
+    run at a time. A job that fails prints its error and yields nothing; the others go on."""
 
     def tried(job):
         try:
@@ -335,7 +332,15 @@ def batches(run, args, length):
 
 
 def window_batches(
-    model, split, machine, length, count, batch_size, bar=False, share=False, packed=False
+    model,
+    split,
+    machine,
+    length,
+    count,
+    batch_size,
+    bar=False,
+    share=False,
+    packed=False,
 ):
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last
     token is only a target. The windows are spread evenly over the split, and every call yields the
@@ -346,12 +351,16 @@ def window_batches(
     if share:
         starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
-        some, first = starts[i : i + batch_size], None
-        rows = split.windows(some, length + 1, model.config.vocab_size)
-        if packed and split.documents is not None:
-            first = torch.from_numpy(split.first_keys(some, length)).to(machine.device)
+        batch = starts[i : i + batch_size]
+        rows = split.windows(batch, length + 1, model.config.vocab_size)
         rows = torch.from_numpy(rows).to(machine.device)
-        yield (rows, first) if packed else rows
+        if not packed:
+            yield rows
+            continue
+        first = None
+        if split.documents is not None:
+            first = torch.from_numpy(split.first_keys(batch, length)).to(machine.device)
+        yield rows, first
 
 
 def progress(steps, shown):
@@ -379,9 +388,9 @@ def seeing(see):
     return see_and_attend
 
 
-def call_with(replacement, layer, module, attend, *inputs, **cached):
-    """A Layer.hook: what `instead` asks for, with the layer's number and the layer."""
-    return replacement(partial(attend, **cached), layer, module, *inputs)
+def hook_of(replacement, layer, module):
+    """The Layer.hook that calls a `replacement` for `instead`."""
+    return lambda attend, *inputs, **cached: replacement(attend, layer, module, *inputs, **cached)
 
 
 @contextlib.contextmanager
@@ -391,7 +400,7 @@ def instead(model, replacement):
     output."""
     modules = [module for module in model.modules() if isinstance(module, Layer)]
     for layer, module in enumerate(modules):
-        module.hook = partial(call_with, replacement, layer, module)
+        module.hook = hook_of(replacement, layer, module)
     try:
         yield
     finally:
@@ -405,14 +414,12 @@ def instead(model, replacement):
 def whole_numbers(text, flag="", least=0):
     """The list in "256,1024", the value of this flag. Raises ValueError on anything else and on
     less than `least`."""
-    if not text or not all(
-        number.isdecimal() and int(number) >= least for number in text.split(",")
-    ):
-        bound = f" of at least {least}" if least else ""
-        raise ValueError(
-            f"{flag and f'--{flag}='}{text!r} must be whole numbers{bound} separated by commas"
-        )
-    return [int(number) for number in text.split(",")]
+    numbers = text.split(",")
+    if all(number.isdecimal() and int(number) >= least for number in numbers):
+        return [int(number) for number in numbers]
+    bound = f" of at least {least}" if least else ""
+    given = f"--{flag}={text!r}" if flag else repr(text)
+    raise ValueError(f"{given} must be whole numbers{bound} separated by commas")
 
 
 def recipe_names(text):
@@ -451,13 +458,25 @@ def overrides_of(recipes, given):
 
 def table(rows, header):
     """Right-aligned columns as text. A cell is a string, a number, or None if there is no value."""
-    cells = [header] + [
-        [c if isinstance(c, str) else "-" if c is None else f"{c:.4f}" for c in row] for row in rows
-    ]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells
-    )
+    cells = [[number(cell, ".4f") for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
+
+
+def table_of_lines(lines, first, columns=()):
+    """lines {name: {column: value}} as a table. first: the title of the names. columns: those that
+    are shown; empty: all of the first line."""
+    columns = columns or next(iter(lines.values()))
+    rows = [[name, *map(line.get, columns)] for name, line in lines.items()]
+    return table(rows, [first, *columns])
+
+
+def number(value, form=".4g"):
+    """A number as text, if it has a fraction in this format; a string as it is, and "-" for
+    None."""
+    if value is None or isinstance(value, str):
+        return "-" if value is None else value
+    return f"{value:,}" if isinstance(value, int) else format(value, form)
 
 
 def markdown(rows, header):
@@ -468,58 +487,38 @@ def markdown(rows, header):
     return "\n".join("| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells)
 
 
-def legend(meanings):
-    """{name: meaning} as lines below a table."""
-    width = max(map(len, meanings))
-    return "\n".join(f"{name:>{width}}  {meaning}" for name, meaning in meanings.items())
+def legend(meanings, figures=()):
+    """{name: meaning} as lines below a table. figures: {name: value}, which come before the
+    meanings; then a name without a figure is left out."""
+    names = [name for name in meanings if not figures or name in figures]
+    width = max(map(len, names))
+    lines = []
+    for name in names:
+        value = f"{figures[name]:7.4f}  " if figures else ""
+        lines.append(f"{name:>{width}}  {value}{meanings[name]}")
+    return "\n".join(lines)
 
 
 def explained(lines, meanings, first):
     """lines {name: {column: value}} as a table, and below it the meanings {column: meaning}.
     Columns without a value are left out. first: the title of the names."""
-    meanings = {
-        column: meaning
-        for column, meaning in meanings.items()
-        if any(line.get(column) is not None for line in lines.values())
-    }
-    rows = [[name, *map(line.get, meanings)] for name, line in lines.items()]
-    return f"{table(rows, [first, *map(printed, meanings)])}\n\n" + legend(
-        {printed(column): meaning for column, meaning in meanings.items()}
-    )
+    used = {}
+    for column, meaning in meanings.items():
+        if any(line.get(column) is not None for line in lines.values()):
+            used[column] = meaning
+    return f"{table_of_lines(lines, first, used)}\n\n{legend(used)}"
 
 
-def with_meanings(figures, meanings):
-    """Figures {key: value} as lines: name, value, meaning, and the key where the name differs from
-    it."""
-    names = {key: printed(key) for key in figures}
-    width = max(map(len, names.values()))
-    return "\n".join(
-        f"{names[key]:{width}}  {value:7.4f}  {meanings[key]}" + f" ({key})" * (names[key] != key)
-        for key, value in figures.items()
-    )
-
-
-def one_after_another(found, texts):
-    """The texts of several runs, and their numbers side by side, also those of numbers["mean"] and
-    numbers["lab"]. found: {run: numbers}; texts: {run: text}."""
-    if len(found) == 1:
-        return texts[next(iter(found))]
-    columns = []
-    for numbers in found.values():
-        mean, lab = numbers.get("mean", {}), numbers.get("lab", {})
-        columns.append(
-            {printed(key) if key in NAMES else f"mean {key}": value for key, value in mean.items()}
-            | {printed(key): value for key, value in lab.items() if key not in mean}
-            | numbers
-        )
-    keys = dict.fromkeys(
-        key for column in columns for key, value in column.items() if isinstance(value, float)
-    )
-    rows = [[key, *(column.get(key) for column in columns)] for key in keys]
-    parts = [f"{name}\n\n{text}" for name, text in texts.items()] + [
-        table(rows, ["", *found])
-    ] * bool(rows)
-    return "\n\n".join(parts)
+def side_by_side(found):
+    """Yield the numbers of several runs {run: numbers} as a table with a column for each, also
+    those of numbers["mean"] and numbers["lab"]; nothing if they have none."""
+    lines = {}  # {name of a number: {run: value}}
+    for run, numbers in found.items():
+        for name, value in (numbers.get("lab", {}) | numbers.get("mean", {}) | numbers).items():
+            if isinstance(value, float):
+                lines.setdefault(name, {})[run] = value
+    if lines:
+        yield table_of_lines(lines, "", found)
 
 
 def mean_and_error(values):

@@ -115,8 +115,8 @@ COLUMNS = {
     "excess": "excess_loss",
     "on copy": "excess_copy",
     "on idle": "excess_idle",
-    "sink idle": "sink_idle",
-    "sink copy": "sink_copy",
+    "sink_idle": "sink_idle",
+    "sink_copy": "sink_copy",
     "share": "share_idle",
     "x uniform": "times_uniform_idle",
     "mass": "row_mass_idle",
@@ -130,7 +130,7 @@ COLUMNS = {
 SWEEP_COLUMNS = {
     "Sink*": "extra_eps",
     "Sink_1": "sink_eps",
-    "sink idle": "sink_idle",
+    "sink_idle": "sink_idle",
     "share": "share_idle",
     "extra": "extra_idle",
     "|v0|/|v|": "value_norm_ratio",
@@ -139,7 +139,7 @@ SWEEP_COLUMNS = {
     "on copy": "excess_copy",
 }
 PANELS = {  # {figure: (title, ends of the axis)}
-    "sink_idle": ("weight on the first token, idle rows", 0, 1.05),
+    "sink_idle": ("sink_idle: weight on the first token", 0, 1.05),
     "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
     "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
     "excess_copy": ("excess loss on copy rows (nats)", 0, None),
@@ -249,7 +249,7 @@ def rows_of(runs, sweep=""):
     """A row for each of runs, {name: [the figures of each seed]}, and the names of the columns.
 
     Figures are means over seeds. In a sweep the paper's figures come before ours, and "apart" is
-    the range of sink idle over seeds."""
+    the range of sink_idle over seeds."""
     rows, columns = [], SWEEP_COLUMNS if sweep else COLUMNS
     for name, group in runs.items():
         ours = [[figures.get(key) for figures in group] for key in columns.values()]

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 import attention
 import mixers
 from common.flags import knob
-from common.runs import read_run
 from data import tokens
-from evals.instrument import Windows, first_line, legend, mean_and_error, table, window_batches
+from evals.instrument import Windows, explained, first_line, mean_and_error, table, window_batches
 from evals.pictures import figure_of, frame
 
 
@@ -36,81 +35,68 @@ class Loss(Windows):
 
 # knobs in which runs of one row may differ
 ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
-ADVICE = {
-    "tokenizer": "look at one run after another",
-    "training data (hash)": "name data for all with --dataset",
-    "block_size": "set one for all with --length",
+MEANINGS = {
+    "runs": "with these choices; they differ in the seed",
+    "loss": "nats per token, mean over the runs",
+    "deviation": "standard deviation over the runs; with fewer than three it says little",
+    "bits_per_byte": "the same loss in bits per byte of text, which tokenizers do not change",
+    "more": "loss than in the first row, on the same windows",
+    "+-": "standard error of this difference over the windows, not over the seeds",
 }
-
-
-def check(args, places, dataset):
-    """Raise ValueError if these runs would not read the same windows. dataset: that of
-    --dataset."""
-    first = None
-    for place in places:
-        meta = read_run(place)[0]
-        reads = {
-            "tokenizer": meta.get("tokenizer"),
-            "training data (hash)": dataset or meta.get("data_hash"),
-            "block_size": args.length or meta["knobs"]["block_size"],
-        }
-        first = first or reads
-        for name, value in reads.items():
-            if value != first[name]:
-                raise ValueError(
-                    f"{places[0]} and {place} differ in {name}: {first[name]} and {value}. Only "
-                    f"losses on the same windows can be compared: {ADVICE[name]}"
-                )
 
 
 def command(args, run):
     """Mean loss of a split on fixed windows. Of several runs: means and deviations over seeds;
     with --png their losses during training."""
-    length, split = run.window(args.length), run.split(args.split)
+    length = run.window(args.length)
+    split = run.split(args.split)
     losses = window_losses(run.model, split, run.machine, args.windows, args.batch_size, length)
     loss, error = mean_and_error(losses)
+    bits = bits_per_byte(loss, run.data_meta, args.split)
     knobs = run.meta["knobs"] | asdict(run.model.config)
-    return run.reads(args.split, len(losses), length) | {
+    numbers = run.reads(args.split, len(losses), length) | {
         "loss": loss,
         "loss_error": error,
-        "bits_per_byte": bits_per_byte(loss, run.data_meta, args.split),
+        "bits_per_byte": bits,
         "losses": losses.tolist(),
+        "data_hash": tokens.data_hash(run.data_meta),
         "knobs": {name: knobs[name] for name in knobs if name not in ALIKE},
         # a run under other choices than its own was not trained so
         "log": None if run.overrides else str(run.out_dir / "log.csv"),
-    }, ""
-
-
-def tell(args, found):
-    """One row for a run, or a row for each recipe of several runs."""
-    first = next(iter(found.values()))
-    if len(found) == 1:
-        row = [args.split, first["loss"], first["loss_error"], first["bits_per_byte"]]
-        shown = table([row], ["split", "loss", "+-", "bits per byte"])
-        return f"{first_line(first)}\n\n{shown}\n\n+-: standard error over the windows"
-    rows, best = [], None
-    for label, group in groups_of(found).items():
-        losses = np.mean([numbers["losses"] for numbers in group], 0)  # (windows,)
-        more = (None, None) if best is None else mean_and_error(losses - best)
-        best = losses if best is None else best
-        means, bits = ([run[name] for run in group] for name in ("loss", "bits_per_byte"))
-        rows.append(
-            [
-                label,
-                str(len(group)),
-                fmean(means),
-                stdev(means) if len(group) > 1 else None,
-                None if None in bits else fmean(bits),
-                *more,
-            ]
-        )
-    meanings = {
-        "deviation": "standard deviation over seeds; with fewer than three it says little",
-        "more": "than the first row, on the same windows",
-        "+-": "standard error of this difference over the windows, not over the seeds",
     }
-    header = ["", "runs", "loss", "deviation", "bits per byte", "more", "+-"]
-    return f"{first_line(first)}\n\n{table(rows, header)}\n\n{legend(meanings)}"
+    text = table([[args.split, loss, error, bits]], ["split", "loss", "+-", "bits per byte"])
+    return numbers, f"{first_line(numbers)}\n\n{text}\n\n+-: standard error over the windows"
+
+
+def compare(found):
+    """A row for each recipe of several runs. Raises ValueError if they did not read the same
+    windows."""
+    place, first = next(iter(found.items()))
+    for other, numbers in found.items():
+        for name in ("data_hash", "length"):
+            if numbers[name] != first[name]:
+                raise ValueError(
+                    f"{place} and {other} differ in {name}: {first[name]} and {numbers[name]}. "
+                    "Only losses on the same windows can be compared: give one --dataset and "
+                    "--length"
+                )
+    lines = {}
+    best = None
+    for label, group in groups_of(found).items():
+        means = [numbers["loss"] for numbers in group]
+        bits = [numbers["bits_per_byte"] for numbers in group]
+        losses = np.mean([numbers["losses"] for numbers in group], 0)  # (windows,)
+        lines[label] = {
+            "runs": len(group),
+            "loss": fmean(means),
+            "deviation": stdev(means) if len(group) > 1 else None,
+            "bits_per_byte": None if None in bits else fmean(bits),
+        }
+        if best is None:
+            best = losses
+        else:
+            lines[label]["more"], lines[label]["+-"] = mean_and_error(losses - best)
+    return f"{first_line(first)}\n\n{explained(lines, MEANINGS, '')}"
 
 
 def groups_of(found):
@@ -121,7 +107,8 @@ def groups_of(found):
     for numbers in found.values():
         groups.setdefault(str(numbers["knobs"]), []).append(numbers)
     best_first = sorted(groups.values(), key=lambda group: fmean(run["loss"] for run in group))
-    every, labelled = [group[0]["knobs"] for group in best_first], {}
+    every = [group[0]["knobs"] for group in best_first]
+    labelled = {}
     for group, knobs in zip(best_first, every, strict=True):
         usual = {"attn": knobs["attn"], "attn_args": "", "layers": ""}
         usual |= mixers.DEFAULTS | attention.recipe(knobs["attn"])
@@ -185,7 +172,9 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
     """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share:
     the ranks share the windows. A sharded model needs all ranks for each pass, so there every rank
     reads every window."""
-    training, total, seen = model.training, 0.0, 0
+    training = model.training
+    total = 0.0
+    seen = 0
     model.eval()  # no dropout; train.py calls this between two steps
     T = model.config.block_size
     for rows, starts in window_batches(

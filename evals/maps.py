@@ -273,14 +273,8 @@ def in_words(numbers):
         ]
         for i, query in enumerate(queries)
     ]
-    ahead = {"(extra key)": "extra key, all rows", "(sink token)": "sink token, all rows"}
-    rows += [
-        [
-            ahead.get(keys[column], "first token, all rows"),
-            *(f"{mean:.3f}" for mean in w[:, :, column].mean(1)),
-        ]
-        for column in range(first + 1)
-    ]
+    for column, name in enumerate(["extra", "sink"][-1 - first :]):  # the measures of probe
+        rows.append([name, *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))])
     header = [
         "{layer}.{head} {kind}".format(**found).removesuffix(" weights")
         for found in numbers["maps"]
@@ -408,7 +402,7 @@ def draw_run(axes, numbers, grid, place, side, colours):
             name = "layer {layer}, head {head}, {kind}".format(**found).removesuffix(", weights")
             name = place + name if ax is axes[0, 0] else name
             ax.set_title(
-                f"{name}\n{w[:, numbers['first']].mean():.2f} on the first token, all rows",
+                f"{name}\nsink {w[:, numbers['first']].mean():.2f}",
                 fontsize=9,
             )
             ax.set_xticks(

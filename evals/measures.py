@@ -26,7 +26,7 @@ from axes.outputs import sigmoid_gate
 from kernels import document_start, visible, visible_count
 
 MEASURES = {  # name: its meaning, printed under the table
-    "sink": "weight on the first token, mean over rows",
+    "sink": "weight on the first token, mean over all rows",
     "share": "the first token's share of the row's absolute weights",
     "row_mass": "sum of the weights of a row (signed)",
     "uniform": "weight on the first token if all rows were evenly spread",
@@ -38,66 +38,38 @@ MEASURES = {  # name: its meaning, printed under the table
     "empty_rows": "share of rows whose weights are all zero",
     "dead_heads": "share of heads whose rows are all empty, of those that see more than one key",
     "entropy": "effective entropy, in nats: that of a row's absolute weights, scaled to sum to 1",
-    "dispersion": "entropy of a row over log n, if it sees n > 1 keys: 1 is evenly spread, 0 is all on one key",
-    "peak": "largest absolute weight in rows that see more than one key; of a layer: over all its heads",
+    "dispersion": "entropy of a row over log n, if it sees n > 1 keys: 1 if even, 0 if on one key",
+    "peak": "largest absolute weight in rows of more than one key; of a layer: over all its heads",
     "peak_a": "the same in a differential recipe's first view, before the subtraction",
     "peak_b": "the same in its second view, before the factor lambda",
     "sparsity_a": "sparsity of the first view",
     "sparsity_b": "sparsity of the second view",
-    "sink_eps": "Sink_k^eps: share of sequences whose first 64 queries put a mean share above eps on token k",
+    "sink_eps": "Sink_k^eps: share of sequences whose first 64 queries give token k more than eps",
     "extra_eps": "the same for the key outside the sequence",
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-# the names that people read for these keys of the numbers. docs/instruments.md explains why some
-# names say which rows
-NAMES = {
-    "sink": "first token",
-    "alpha_sink": "sink, all rows",
-    "density": "other tokens",
-    "row_mass": "row sum",
-    "extra": "extra key",
-    "excess": "excess loss",
-    "excess_loss": "excess loss, all rows",
-}
+HEAD_MEASURES = "alpha_sink", "alpha_local", "sigma2", "importance"  # see evals/heads.py
 
-IN_THE_LAB = {  # {figure of the lab: its meaning}; train.py prints the first five
-    "excess_copy": "nats above the best possible loss, where one key is needed; 2.3 without attention",
-    "sink_idle": "weight on the first token, where no key is needed: near 1 is a sink",
-    "sink_copy": "the same where one other key is needed: near 0 if the head copies",
-    "row_mass_idle": "sum of the weights, where no key is needed: softmax must spend 1",
-    "value_norm_ratio": "norm of the first token's value over the others': near 0, a sink adds nothing",
-    "excess_loss": "nats above the best possible loss",
-    "excess_idle": "the same",
-    **{
-        key: MEASURES[key.removesuffix("_idle").removesuffix("_copy")]
-        for key in (
-            "row_mass_copy",
-            "share_idle",
-            "share_copy",
-            "times_uniform_idle",
-            "times_uniform_copy",
-            "extra_idle",
-            "extra_copy",
-            "sparsity",
-            "empty_rows",
-            "sink_eps",
-            "extra_eps",
-        )
-    },
+# {figure of the lab: its meaning}; train.py prints the first five. *Idle* rows need no key, *copy*
+# rows need one
+IN_THE_LAB = {
+    "excess_copy": "loss of copy rows above the best possible one, in nats; 2.3 without attention",
+    "sink_idle": "weight on the first token, mean over idle rows: near 1 is a sink",
+    "sink_copy": "the same over copy rows: near 0 if the head copies",
+    "row_mass_idle": "sum of the weights of an idle row (signed): softmax must spend 1",
+    "value_norm_ratio": "norm of the first value over the others': near 0, a sink adds nothing",
+    "excess_loss": "loss of all rows above the best possible one, in nats",
+    "excess_idle": "the same for idle rows",
     "zero_cost": "rise of the loss if the first token's value is zero",
     "hide_cost": "rise of the loss if no later row sees the first key",
 }
-
-
-def printed(key):
-    """The name that people read for a key of the numbers: "first token, idle rows" for sink_idle,
-    "first token, all rows" for sink. A key that is not in NAMES stays as it is."""
-    name, _, rows = key.rpartition("_")
-    if rows in ("idle", "copy"):
-        return f"{NAMES.get(name, name)}, {rows} rows"
-    return f"{NAMES[key]}, all rows" if key in ("sink", "extra") else NAMES.get(key, key)
-
+FURTHER = (  # measures over all rows, or over those that the ending of the name says
+    "row_mass_copy share_idle share_copy times_uniform_idle times_uniform_copy extra_idle "
+    "extra_copy sparsity empty_rows sink_eps extra_eps"
+)
+for name in FURTHER.split():
+    IN_THE_LAB[name] = MEASURES[name.removesuffix("_idle").removesuffix("_copy")]
 
 # a measure is a sum of Probe over rows, or divided by another sum
 DIVISORS = {
@@ -142,43 +114,38 @@ class Probe:
             counted = torch.ones(len(q), q.shape[2] - module.sink_tokens, device=q.device)
         early = 0  # (2, B, H): the shares of see_rows, summed over the first rows
         for i, w in rows_of(module, module.weight_blocks(q, k, x, table)):
-            early = early + self.see_rows(module, i, w, counted[:, None, i])[
-                ..., i < self.ROWS
-            ].sum(-1)
-        H, sinks = (
-            early.shape[2],
-            early[..., None] / (min(self.ROWS, counted.shape[1]) - self.k + 1) > self.eps,
-        )
+            shares = self.see_rows(module, i, w, counted[:, None, i])
+            early = early + shares[..., i < self.ROWS].sum(-1)
+        rows = min(self.ROWS, counted.shape[1]) - self.k + 1  # that see token k
+        sinks = early[..., None] / rows > self.eps
         self.add("sequences", torch.ones_like(sinks[0]))
         self.add("sink_eps", sinks[0])
-        if module.has_extra_key or module.sink_tokens:
+        if has_outer_key(module):
             self.add("extra_eps", sinks[1])
-        # (B, H, T)
-        norm = (
-            v[:, :, module.sink_tokens :].float().norm(dim=-1).repeat_interleave(H // v.shape[1], 1)
-        )
+        norm = v[:, :, module.sink_tokens :].float().norm(dim=-1)
+        norm = norm.repeat_interleave(early.shape[2] // v.shape[1], 1)  # (B, H, T)
         self.add("value_norm_ratio", norm[..., :1])
         self.add("other_norm", norm[..., 1:].mean(-1, keepdim=True))
         # a silu is not between 0 and 1
         if self.local and module.choices["gate"].gated is sigmoid_gate:
-            self.add(
-                "gate",
-                gate_of(module, x, module.shapes["v"][1])[:, :, module.sink_tokens :].mean(-1),
-            )
+            gate = gate_of(module, x, module.shapes["v"][1])
+            self.add("gate", gate[:, :, module.sink_tokens :].mean(-1))
 
     def see_rows(self, module, i, w, counted):
         """Add a block of rows, at positions i (R,), with the weights w (B, H, R, T or 1 + T).
         counted (B, 1, R): which rows count. Returns the shares of token k and of the key outside
         the sequence, (2, B, H, R)."""
-        # n (.., R): the keys that it sees
-        here, n = counted.expand(w.shape[:3]), visible_count(i, module.mask)
+        here = counted.expand(w.shape[:3])
+        n = visible_count(i, module.mask)  # (.., R): the keys that a row sees
+        first = document_start(i, module.mask)  # (.., R): the first token of its document
         extra, w = split_extra(module, w)
-        # first (.., R): the first token of its document
-        a, first = w.abs(), document_start(i, module.mask)
+        a = w.abs()
         mass = a.sum(-1)
         total = mass + extra + 1e-8  # an empty row has shares of 0
         p = a / mass.clamp(min=1e-30)[..., None]
-        entropy, several, empty = torch.special.entr(p).sum(-1), (n > 1).float(), (w == 0).all(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        several = (n > 1).float()
+        empty = (w == 0).all(-1)
         row_values = {
             "rows": torch.ones_like(mass),
             "pairs": n,
@@ -197,33 +164,38 @@ class Probe:
             "dispersion": several * entropy / n.log().clamp(min=0.5),
         }
         if self.local:
-            j, outside = (
-                torch.arange(w.shape[3], device=w.device),
-                module.has_extra_key or module.sink_tokens,
-            )
-            seen = visible(
-                i[:, None] + module.sink_tokens, j + module.sink_tokens, module.mask
-            )  # (R, T)
-            on_tokens = seen.sum(-1)
-            # distance from an even spread
-            uneven = (a / (mass[..., None] + 1e-8) - 1 / on_tokens[:, None]) * seen
-            full = (i >= self.local - 1).float()  # rows that see at least `local` keys
-            row_values |= {
-                "alpha_sink": extra if outside else w[..., 0],
-                "importance": mass if outside else a[..., 1:].sum(-1),
-                "sigma2": uneven.square().sum(-1) / on_tokens,
-                "full": full,
-                "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
-            }
+            row_values |= self.of_heads(module, i, w, extra)
         for name, value in row_values.items():
             self.add(name, here * value)
         self.keep_largest("peak", here * several * a.amax(-1))
         return torch.stack([on(a, first + self.k - 1), extra]) / total
 
+    def of_heads(self, module, i, w, extra):
+        """The values of rows of which HEAD_MEASURES are means. w (B, H, R, T): the weights on
+        tokens, extra (B, H, R): that on a key outside the sequence."""
+        a = w.abs()
+        mass = a.sum(-1)
+        j = torch.arange(w.shape[3], device=w.device)
+        seen = visible(
+            i[:, None] + module.sink_tokens, j + module.sink_tokens, module.mask
+        )  # (R, T)
+        n = seen.sum(-1)
+        uneven = (a / (mass[..., None] + 1e-8) - 1 / n[:, None]) * seen
+        full = (i >= self.local - 1).float()  # rows that see at least `local` keys
+        outside = has_outer_key(module)
+        return {
+            "alpha_sink": extra if outside else w[..., 0],
+            "importance": mass if outside else a[..., 1:].sum(-1),
+            "sigma2": uneven.square().sum(-1) / n,
+            "full": full,
+            "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
+        }
+
     def see_views(self, module, q, k, table=None):
         """Add the two views of a differential recipe, before the subtraction."""
         for i, w in rows_of(module, module.view_blocks(q, k, table)):
-            w, n = split_extra(module, w)[1], visible_count(i, module.mask)
+            w = split_extra(module, w)[1]
+            n = visible_count(i, module.mask)
             for name, view in (("a", w[:, 0::2]), ("b", w[:, 1::2])):
                 self.add(f"pairs_{name}", n.expand(view.shape[:3]))
                 self.add(f"sparsity_{name}", n - (view != 0).sum(-1))
@@ -232,40 +204,48 @@ class Probe:
     def result(self):
         """{measure: (H,) tensor}; nan where a measure does not exist for this layer."""
         s = self.sums
-        found = {
-            name: total / s[DIVISORS.get(name, "rows")] for name, total in s.items()
-        } | self.peaks
-        found |= {
-            "density": found["row_mass"] - found["sink"],
-            # not a mean of ratios, which late rows would dominate; 0 if no row sees the first
-            # token
-            "times_uniform": s["share"] / s["uniform"].clamp(min=1e-30),
-            "dead_heads": (s["empty_several"] / s["several"] == 1).double(),
-        }  # 0 / 0 is not 1
+        found = dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | self.peaks
+        for name, total in s.items():
+            found[name] = total / s[DIVISORS.get(name, "rows")]
+        found["density"] = found["row_mass"] - found["sink"]
+        # not a mean of ratios, which late rows would dominate; 0 if no row sees the first token
+        found["times_uniform"] = s["share"] / s["uniform"].clamp(min=1e-30)
+        found["dead_heads"] = (s["empty_several"] / s["several"] == 1).double()  # 0 / 0 is not 1
         if "gate" in found:  # eq. 8 of Native MoE
             found["importance"] = found["gate"]
-        return dict.fromkeys(MEASURES, torch.full_like(s["rows"], torch.nan)) | found
+        return found
 
     def numbers(self):
-        """The MEASURES as lists with six decimals, None for nan, which JSON lacks: {measure: [per
+        """The measures as lists with six decimals, None for nan, which JSON lacks: {measure: [per
         head]}."""
         result = self.result()
-        return {
-            name: [
-                None if math.isnan(value) else round(value, 6) for value in result[name].tolist()
-            ]
-            for name in MEASURES
-        }
+        found = {}
+        for name in [*MEASURES, *(HEAD_MEASURES if self.local else [])]:
+            values = result[name].tolist()
+            found[name] = [None if math.isnan(value) else round(value, 6) for value in values]
+        return found
+
+
+def has_outer_key(module):
+    """Is there a key outside the sequence: an extra key, or a learned token ahead of it?"""
+    return module.has_extra_key or module.sink_tokens > 0
 
 
 def rows_of(module, blocks):
-    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without that of a
-    learned token ahead."""
+    """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without the row of a
+    learned token ahead of the sequence."""
     start = 0
     for block, w in enumerate(blocks):
-        w = w[:, :, module.sink_tokens :] if block == 0 else w
+        if block == 0:
+            w = w[:, :, module.sink_tokens :]
         yield torch.arange(start, start + w.shape[2], device=w.device), w
         start += w.shape[2]
+
+
+def split_extra(module, w):
+    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
+    tokens (B, H, R, T)."""
+    return (w[..., 0], w[..., 1:]) if has_outer_key(module) else (torch.zeros_like(w[..., 0]), w)
 
 
 def on(w, j):
@@ -275,18 +255,11 @@ def on(w, j):
     return w.gather(3, j.expand(w.shape[:3])[..., None])[..., 0]
 
 
-def split_extra(module, w):
-    """The weight on a key outside the sequence (B, H, R), 0 without one, and the weights on the
-    tokens (B, H, R, T).
-    It is an extra key, or that of a learned token ahead of the sequence."""
-    outside = module.has_extra_key or module.sink_tokens
-    return (w[..., 0], w[..., 1:]) if outside else (torch.zeros_like(w[..., 0]), w)
-
-
 def gate_of(module, x, width=1):
     """The gate on each head's output, (B, heads, T, width): what it makes of an output of ones of
     this width. With one gate for each channel, the width is 1 or that of v."""
-    return module.gated(x.new_ones(len(x), module.heads, x.shape[1], width), x)
+    ones = x.new_ones(len(x), module.heads, x.shape[1], width)
+    return module.gated(ones, x)
 
 
 def mean_of(probes):

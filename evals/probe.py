@@ -13,11 +13,12 @@ from evals.instrument import (
     Windows,
     explained,
     first_line,
+    legend,
+    number,
     table,
     watch,
     whole_numbers,
     window_batches,
-    with_meanings,
 )
 from evals.lab_figures import lab_figures
 from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
@@ -26,21 +27,21 @@ from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
-    "massive": "norm of the first token's hidden state over the others'; the largest ratio at any place",
+    "massive": "norm of the first token's hidden state over the others'; the largest at any place",
 }
 # without --all
 SHOWN = "sink", "share", "row_mass", "sparsity", "value_norm_ratio", "top", "massive"
 
 STREAM = {  # columns of the second table
-    "norm": "mean norm of the hidden states that enter the layer: the first token's, and the others'",
+    "norm": "mean norm of the hidden states that enter the layer: the first, and the others",
     "massive": "ratio of the first to the second, mean over sequences",
     "largest": "norm of the token with the largest norm, over the others'",
-    "at": "position of that token, counted from 0: the most frequent position, and how frequent it is",
+    "at": "position of that token, counted from 0: the most frequent one, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
     "x median": "the largest of these values over the median magnitude of all hidden states",
     "var": "variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
-    "query": "norm of the first token's query over the others', as they enter the score: after rotation and norms",
+    "query": "norm of the first token's query over the others', after rotation and norms",
     "key": "the same for the keys",
     "value": "norm of the first token's value over the others'",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
@@ -50,7 +51,7 @@ STREAM = {  # columns of the second table
 STREAM_SHOWN = "norm", "massive", "largest", "at", "channels", "value"
 
 MAPS = {
-    "sink": "first token, all rows",
+    "sink": "sink: weight on the first token",
     "value_norm_ratio": "norm of its value over the others'",
     "dispersion": "entropy of the rows over log n",
 }  # {measure: title} of the picture
@@ -93,22 +94,22 @@ class ProbeFlags(Windows):
 
 def command(args, run):
     """Measure where the attention goes, by layer or head, and what the hidden states look like."""
-    flag, layers = "lengths" if args.lengths else "length", run.model.config.n_layer
-    lengths = {run.window(T, flag) for T in whole_numbers(args.lengths or str(args.length), flag)}
+    layers = run.model.config.n_layer
+    flag = "lengths" if args.lengths else "length"
+    lengths = whole_numbers(args.lengths or str(args.length), flag)
+    lengths = sorted({run.window(T, flag) for T in lengths})
     if args.layer >= layers:
-        raise ValueError(
-            f"--layer={args.layer}, but the layers of {run.out_dir} are 0 to {layers - 1}"
-        )
-    if args.k > min(lengths):
-        raise ValueError(f"--k={args.k}, but a window has {min(lengths)} tokens: lower it")
-    if min(lengths) < 2:
-        raise ValueError(
-            "a window needs 2 tokens or more, to compare the first with others: give a larger --length"
-        )
-    by_length = {}
-    for T in sorted(lengths, reverse=True):  # the longest first: it may not fit into memory
-        count = max(1, min(100, 25_600 // T)) if args.windows < 0 else args.windows
-        by_length[T] = probe(
+        raise ValueError(f"--layer={args.layer}, but the run has layers 0 to {layers - 1}")
+    if args.k > lengths[0]:
+        raise ValueError(f"--k={args.k}, but a window has {lengths[0]} tokens: lower it")
+    if lengths[0] < 2:
+        raise ValueError(f"--{flag}={lengths[0]}, but a window needs 2 tokens: give a larger one")
+    by_length = []
+    for T in reversed(lengths):  # the longest first: it may not fit into memory
+        count = args.windows
+        if count < 0:
+            count = max(1, min(100, 25_600 // T))
+        found = probe(
             run.model,
             run.split(args.split),
             run.machine,
@@ -120,22 +121,16 @@ def command(args, run):
             k=args.k,
             eps=args.eps,
         )
-    longest = by_length[max(lengths)]  # all numbers except "lengths" are those of the longest
-    numbers = (
-        run.reads(args.split, longest["windows"], max(lengths))
-        | longest
-        | {"input": args.input, "k": args.k, "eps": args.eps}
-    )
+        by_length.insert(0, found)
+    longest = by_length[-1]  # all numbers except "lengths" are those of the longest
+    numbers = run.reads(args.split, longest["windows"], lengths[-1]) | longest
+    numbers |= {"input": args.input, "k": args.k, "eps": args.eps}
     if args.lengths:
-        numbers["lengths"] = [
-            {
-                "length": T,
-                "windows": found["windows"],
-                **found["mean"],
-                "massive": max(place["massive"] for place in found["stream"]),
-            }
-            for T, found in sorted(by_length.items())
-        ]
+        numbers["lengths"] = []
+        for found in by_length:
+            line = {"length": found["length"], "windows": found["windows"], **found["mean"]}
+            line["massive"] = max(place["massive"] for place in found["stream"])
+            numbers["lengths"].append(line)
     if args.all and "triggers" in run.data_meta:  # only the sink lab's sequences have them
         numbers["lab"] = lab_figures(run.model, run.split("val"), run.data_meta, run.machine)
     return numbers, "\n\n".join(tables(args, numbers))
@@ -143,20 +138,21 @@ def command(args, run):
 
 def change_of(kind, run):
     """The function that --input applies to a batch of windows (B, T)."""
-    dice, separator = (
-        torch.Generator().manual_seed(0),
-        kind == "bos" and getattr(run.tokenizer, "separator", None),
-    )
+    dice = torch.Generator().manual_seed(0)
+    separator = getattr(run.tokenizer, "separator", None) if kind == "bos" else 0
     if separator is None:
         raise ValueError(
             f"--input=bos: the tokens of {run.data[0]} have no separator, give another --input"
         )
+
+    def random(idx):
+        ids = torch.randint(run.data_meta["vocab_size"], idx.shape, generator=dice)
+        return ids.to(idx.device)
+
     return {
         "data": lambda idx: idx,
         "repeat": lambda idx: idx[:, :1].expand_as(idx),  # Lazy Attention, figure 3b
-        "random": lambda idx: torch.randint(
-            run.data_meta["vocab_size"], idx.shape, generator=dice
-        ).to(idx.device),
+        "random": random,
         "bos": lambda idx: torch.cat([torch.full_like(idx[:, :1], separator), idx[:, :-1]], 1),
     }[kind]
 
@@ -173,15 +169,18 @@ def probe(
     change=lambda idx: idx,
     k=1,
     eps=0.3,
+    local=0,
 ):
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
     {"windows": their number, "length": tokens in each, "mean": {measure: value}, "layers":
     [{measure: [per head]}], "stream": [Stream.result of each layer, and after the last]}. A value
     is None if it is undefined.
+
     length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each
-    batch of windows. k, eps: those of Sink_k^eps."""
-    T, windows = length or model.config.block_size, 0
-    probes = [Probe(k, eps) for _ in model.transformer.h]
+    batch of windows. k, eps, local: those of Probe."""
+    T = length or model.config.block_size
+    windows = 0
+    probes = [Probe(k, eps, local) for _ in model.transformer.h]
     streams = [Stream() for _ in range(len(probes) + 1)]
 
     def see(layer, module, q, k, v, x, table):
@@ -190,10 +189,9 @@ def probe(
             probes[layer].see_views(module, q, k, table)
         streams[layer].see(module, q, k, v, x)
 
+    batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
     with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens)):
-        for rows, starts in window_batches(
-            model, split, machine, T, count, batch_size, bar, packed=True
-        ):
+        for rows, starts in batches:
             watch(model, see, change(rows[:, :-1]), machine, starts)  # (B, T)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
@@ -208,76 +206,80 @@ def probe(
 
 def tables(args, found):
     """Yield the tables of a run, each with the meanings of its columns below it."""
-    mean, lines = found["mean"], {}  # {name of a line: {measure: value}}
     yield (
-        f"{first_line(found)}, --input={found['input']}\nan even spread puts {mean['uniform']:.4f} on the first "
-        f"token; sink_eps is Sink_{found['k']}^{found['eps']:g}"
+        f"{first_line(found)}, --input={found['input']}\nan even spread puts "
+        f"{found['mean']['uniform']:.4f} on the first token; sink_eps is "
+        f"Sink_{found['k']}^{found['eps']:g}"
     )
-    for l, of_heads in enumerate([] if args.lengths else found["layers"]):
-        sinks = of_heads["sink"]
-        if args.heads:
-            lines |= {
-                f"{l}.{h}": {name: values[h] for name, values in of_heads.items()}
-                for h in range(len(sinks))
-            }
-        else:  # means over the heads, or the largest of peaks
-            lines[str(l)] = {
-                name: None
-                if None in values
-                else max(values)
-                if name.startswith("peak")
-                else fmean(values)
-                for name, values in of_heads.items()
-            }
-            lines[str(l)]["top"] = f"{max(sinks):.2f} ({sinks.index(max(sinks))})"
-    lines |= (
-        {str(line["length"]): line for line in found["lengths"]} if args.lengths else {"mean": mean}
-    )
-    yield explained(
-        lines,
-        {name: COLUMNS[name] for name in COLUMNS if args.all or name in SHOWN},
-        "length" if args.lengths else "layer.head" if args.heads else "layer",
-    )
+    columns = {name: COLUMNS[name] for name in COLUMNS if args.all or name in SHOWN}
     if args.lengths:
+        lines = {str(line["length"]): line for line in found["lengths"]}
+        yield explained(lines, columns, "length")
         return
-    *layers, end = map(stream_row, found["stream"])  # end: the stream after the last layer
-    lines = {str(layer): row for layer, row in enumerate(layers)} | {"end": end}
-    yield explained(
-        lines, {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}, "layer"
-    )
-    if args.layer >= 0:  # as Lazy Attention prints them (2601.00919, tables 4 to 7)
-        place = found["stream"][args.layer]
-        # and the rest
-        columns = [[*values, place[name][1]] for name, values in place["positions"].items()]
-        rows = [[str(i), *map(number, row)] for i, row in enumerate(zip(*columns, strict=True))]
-        rows[-1][0] = "rest"
-        yield (
-            f"layer {args.layer} by position, means over sequences and heads\n"
-            + table(rows, ["position", *place["positions"]])
-        )
+    lines = {}  # {its name: {measure: value}}
+    for layer, of_heads in enumerate(found["layers"]):
+        if not args.heads:
+            lines[str(layer)] = over_heads(of_heads)
+            continue
+        for head in range(len(of_heads["sink"])):
+            line = {name: values[head] for name, values in of_heads.items()}
+            lines[f"{layer}.{head}"] = line
+    lines["mean"] = found["mean"]
+    yield explained(lines, columns, "layer.head" if args.heads else "layer")
+    rows = {str(layer): stream_row(place) for layer, place in enumerate(found["stream"])}
+    rows["end"] = rows.pop(str(len(rows) - 1))  # the stream after the last layer
+    columns = {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}
+    yield explained(rows, columns, "layer")
+    if args.layer >= 0:
+        yield by_position(found["stream"][args.layer], args.layer)
     if "lab" in found:
-        figures = {name: found["lab"][name] for name in IN_THE_LAB if name in found["lab"]}
-        yield f"the sink lab, 256 sequences of the held-out data\n{with_meanings(figures, IN_THE_LAB)}"
+        text = legend(IN_THE_LAB, found["lab"])
+        yield f"the sink lab, 256 sequences of the held-out data\n{text}"
+
+
+def over_heads(of_heads):
+    """The line of a layer: means over its heads, or the largest of peaks."""
+    line = {}
+    for name, values in of_heads.items():
+        mean = max if name.startswith("peak") else fmean
+        line[name] = None if None in values else mean(values)
+    largest = max(of_heads["sink"])
+    line["top"] = f"{largest:.2f} ({of_heads['sink'].index(largest)})"
+    return line
 
 
 def stream_row(place):
     """The cells of STREAM. After the last layer, which has no queries, some are None."""
-    ratio = {name: place[name][0] / place[name][1] for name in place["positions"] if place[name][1]}
-    cells = [
-        " / ".join(map(number, place["hidden_norm"])),
-        place["massive"],
-        place["largest"],
-        f"{place['at']} ({place['at_share']:.2f})",
-        " ".join(f"{channel}:{number(value)}" for channel, value, _ in place["channels"]),
-        place["channels"][0][2],
-        *map(ratio.get, ("hidden_var", "input_var", "query_norm", "key_norm", "value_norm")),
-        *map(place.get, ("cos_qk", "cos_kk", "spread")),
-    ]
-    return dict(zip(STREAM, cells, strict=True))
+    ratio = {}
+    for name in place["positions"]:
+        first, others = place[name]
+        ratio[name] = first / others if others else None
+    return {
+        "norm": " / ".join(map(number, place["hidden_norm"])),
+        "massive": place["massive"],
+        "largest": place["largest"],
+        "at": f"{place['at']} ({place['at_share']:.2f})",
+        "channels": " ".join(f"{channel}:{value:.4g}" for channel, value, _ in place["channels"]),
+        "x median": place["channels"][0][2],
+        "var": ratio.get("hidden_var"),
+        "var_in": ratio.get("input_var"),
+        "query": ratio.get("query_norm"),
+        "key": ratio.get("key_norm"),
+        "value": ratio.get("value_norm"),
+        "cos_qk": place.get("cos_qk"),
+        "cos_kk": place.get("cos_kk"),
+        "spread": place.get("spread"),
+    }
 
 
-def number(value):
-    return "-" if value is None else f"{value:.4g}"
+def by_position(place, layer):
+    """Norms and variances by position in one layer, as Lazy Attention prints them (2601.00919,
+    tables 4 to 7). The last row is the mean over all positions but the first."""
+    columns = [[*values, place[name][1]] for name, values in place["positions"].items()]
+    rows = [[str(i), *map(number, row)] for i, row in enumerate(zip(*columns, strict=True))]
+    rows[-1][0] = "rest"
+    text = table(rows, ["position", *place["positions"]])
+    return f"layer {layer} by position, means over sequences and heads\n{text}"
 
 
 def draw(path, found):
@@ -289,17 +291,18 @@ def draw(path, found):
         rows[place] = [
             partial(heat_map, cells=maps[name], colours=SHARES, numbers=maps[name], title=title)
             for name, title in MAPS.items()
-        ] + [partial(draw_stream, places=numbers["stream"])]
+        ]
+        rows[place].append(partial(draw_stream, places=numbers["stream"]))
         if "lengths" in numbers:
             rows[place].append(partial(draw_lengths, lines=numbers["lengths"]))
     draw_rows(path, rows)
 
 
 def draw_lengths(ax, lines):
-    curves = {
-        name: [[line[key] for line in lines] for key in ("length", name)]
-        for name in ("share", "dispersion", "uniform")
-    }
+    lengths = [line["length"] for line in lines]
+    curves = {}
+    for name in ("share", "dispersion", "uniform"):
+        curves[name] = lengths, [line[name] for line in lines]
     line_panel(ax, curves, "by length, means over heads", "tokens of a window")
     powers_of_two(ax.xaxis)
     ax.set_ylim(0, 1.03)
@@ -309,20 +312,16 @@ def draw_stream(ax, places):
     """Draw the first token's norm over the others', layer by layer; if it is massive, also its
     largest channel."""
     ratios = [place["massive"] for place in places]
-    top = ratios.index(max(ratios))
-    line_panel(
-        ax,
-        {"": (ratios, range(len(ratios)))},
-        "norm of its hidden state over the others'",
-        "",
-        [1],
-        False,
-    )
-    if ratios[top] > 3:
+    largest = max(ratios)
+    layers = range(len(ratios))
+    title = "norm of its hidden state over the others'"
+    line_panel(ax, {"": (ratios, layers)}, title, "", [1], False)
+    if largest > 3:
+        top = ratios.index(largest)
         channel, value, _ = places[top]["channels"][0]
         ax.annotate(
             f"channel {channel}: {number(value)}",
-            (ratios[top], top),
+            (largest, top),
             xytext=(-8, -12),
             ha="right",
             fontsize=8,
@@ -332,9 +331,7 @@ def draw_stream(ax, places):
     ax.set_xscale("log")
     ax.set_xticks(ticks, ticks)
     ax.minorticks_off()
-    ax.set(
-        xlim=(min(0.5, 0.8 * min(ratios)), max(3, 1.3 * ratios[top])),
-        ylim=(len(ratios) - 0.5, -0.5),
-        ylabel="enters layer",
-    )  # the embeddings are on top
-    ax.set_yticks(range(len(ratios)), [*range(len(ratios) - 1), "end"], fontsize=7)
+    ax.set_xlim(min(0.5, 0.8 * min(ratios)), max(3, 1.3 * largest))
+    ax.set_ylim(len(ratios) - 0.5, -0.5)  # the embeddings are on top
+    ax.set_ylabel("enters layer")
+    ax.set_yticks(layers, [*layers[:-1], "end"], fontsize=7)

@@ -91,11 +91,10 @@ def command(args, run):
     rows = {name: [router(args, run, name, value) for value in SWEEPS[name]] for name in names}
     numbers = {"dataset": run.dataset, "split": args.split, "steps": args.steps, "sweep": rows}
     header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
-    cells = [
-        [name, row["value"], f"{row['parameters']:,}", *list(row.values())[2:]]
-        for name in names
-        for row in rows[name]
-    ]
+    cells = []
+    for name in names:
+        for row in rows[name]:
+            cells.append([name, *row.values()])
     return numbers, (
         f"routers after {args.steps} steps on {run.dataset}, --balance=sinkhorn; "
         f"perplexity on {args.split}\n\n{table(cells, header)}"
@@ -106,73 +105,58 @@ def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its
     figures}}]}."""
     groups.check(run)
-    K, window, before = (
-        run.model.transformer.h[0].attn.groups,
-        run.model.config.window,
-        run.model.config.topk,
-    )
+    K, window = run.model.transformer.h[0].attn.groups, run.model.config.window
     ks = whole_numbers(args.k, "k") if args.k else range(1, min(groups.MOST, K) + 1)
     if min(ks) < 1 or max(ks) > K:
-        raise ValueError(
-            f"--k={args.k}, but a token of {run.out_dir} can have 1 to {K} groups: change --k"
-        )
-    lengths = sorted(
-        {run.window(T, "lengths") for T in whole_numbers(args.lengths or "0", "lengths")}
-    )
+        raise ValueError(f"--k={args.k}, but a token can have 1 to {K} groups: change --k")
+    lengths = whole_numbers(args.lengths or "0", "lengths")
+    lengths = sorted({run.window(T, "lengths") for T in lengths})
+    run.model = in_form(run.model, topk=0)  # of which groups.look reads the groups
+    plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "topk")}
+    plain |= {"attn": "softmax", "attn_args": ""}
     forms = {
-        "full": (plain_attention(run.model, 0), 0),
-        "window": (plain_attention(run.model, window), 0),
-        # {name: (model, --topk)}
-        "soft": (run.model, 0),
-        **{f"k={k}": (run.model, k) for k in ks},
+        "full": in_form(run.model, window=0, **plain),  # over all pairs
+        "window": in_form(run.model, window=window, **plain),  # over near ones
+        "soft": run.model,
     }
-    found = [at_length(args, run, forms, T) for T in lengths]
-    run.model.config.topk = before
+    for k in ks:
+        forms[f"k={k}"] = in_form(run.model, topk=k)
     return {
         "dataset": run.dataset,
         "split": args.split,
         "groups": K,
         "window": window,
         "training_length": run.meta["knobs"]["block_size"],
-        "lengths": found,
+        "lengths": [at_length(args, run, forms, T) for T in lengths],
     }
 
 
-def plain_attention(model, window):
-    """A model with the same weights and softmax attention, over all pairs (window 0) or over near
-    ones."""
-    plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "topk")}
-    config = dataclasses.replace(model.config, attn="softmax", attn_args="", window=window, **plain)
+def in_form(model, **changes):
+    """A model with the same weights, in which these fields of the config are changed."""
     with torch.device("meta"):
-        other = GPT(config)
+        other = GPT(dataclasses.replace(model.config, **changes))
     load_weights(other, model.state_dict(), "the run", copy=False)
     return other.eval()
 
 
+@torch.no_grad()
 def at_length(args, run, forms, T):
-    """The figures of every form, {name: (model, k)}, in windows of T tokens."""
-    machine, losses, found = run.machine, {form: [] for form in forms}, {}
-
-    def in_form(form):
-        # its layers read --topk at every call; 0 is the soft form
-        model, model.config.topk = forms[form]
-        return model
-
-    @torch.no_grad()
-    def read(form):
-        with machine.autocast():
-            in_form(form)(one[:, :-1])
-
-    in_form("soft")
+    """The figures of every form, {name: model}, in windows of T tokens."""
+    machine = run.machine
+    losses = {form: [] for form in forms}
+    found = {}
     mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
     (one,) = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
-    seconds = machine.race({form: partial(read, form) for form in forms}, args.repeats)
+
+    calls = {form: partial(token_losses, model, one, machine) for form, model in forms.items()}
+    seconds = machine.race(calls, args.repeats)
     for rows in batches(run, args, T):
-        for form in forms:  # the loss of each window
-            losses[form] += token_losses(in_form(form), rows, machine).double().mean(1).tolist()
-    for form, (_, k) in forms.items():
-        found[form] = figures_of(losses[form], np.subtract(losses[form], losses["full"])) | {
-            "kept": mean["kept"].get(str(k)),
+        for form, model in forms.items():  # the loss of each window
+            losses[form] += token_losses(model, rows, machine).double().mean(1).tolist()
+    for form in forms:
+        found[form] = figures_of(losses[form], np.subtract(losses[form], losses["full"]))
+        found[form] |= {
+            "kept": mean["kept"].get(form.removeprefix("k=")),
             "speed": seconds["full"] / seconds[form],
             "losses": losses[form],
         }
@@ -183,42 +167,34 @@ def router(args, run, name, value):
     """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its
     size, its perplexities in the soft form and with two groups a token, and how even its groups
     are."""
-    constants, config = DEFAULTS | {name: value}, run.model.config
+    constants = DEFAULTS | {name: value}
+    config = run.model.config
     # all sweeps share the run with the default values
     ending = "default" if constants == DEFAULTS else f"{name}-{value.replace('/', '-')}"
     folder = Path(f"{Path(run.out_dir).resolve()}-focus-{ending}")
     for size, whole in (("window", config.block_size), ("route_dim", config.n_embd)):
-        share = Fraction(constants[size])  # "1/8" is a share, "8" the number itself
-        constants[size] = max(1, int(whole * share)) if "/" in constants[size] else int(share)
+        if "/" in constants[size]:  # "1/8" is a share, "8" the number itself
+            constants[size] = max(1, int(whole * Fraction(constants[size])))
     window = constants.pop("window")
-    train_if_missing(
-        folder,
-        [
-            f"--init_from={run.out_dir}",
-            "--attn=focus",
-            "--train_only=focus",
-            "--balance=sinkhorn",
-            f"--window={window}",
-            f"--attn_args={','.join(f'{name}={value}' for name, value in constants.items())}",
-            f"--dataset={run.dataset}",
-            f"--max_iters={args.steps}",
-            f"--eval_interval={args.steps}",
-            f"--device={run.machine.device}",
-            f"--out_dir={folder}",
-            *args.train_args.split(),
-        ],
-    )
-    trained = run.beside(folder)
-    k = min(2, trained.model.transformer.h[0].attn.groups)
-    (found,) = compared(dataclasses.replace(args, k=str(k), lengths="", repeats=1), trained)[
-        "lengths"
+    flags = f"--attn=focus --train_only=focus --balance=sinkhorn --window={window}".split()
+    flags += [
+        f"--attn_args={','.join(f'{name}={value}' for name, value in constants.items())}",
+        f"--init_from={run.out_dir}",
+        f"--dataset={run.dataset}",
+        f"--max_iters={args.steps}",
+        f"--eval_interval={args.steps}",
+        f"--device={run.machine.device}",
+        f"--out_dir={folder}",
+        *args.train_args.split(),
     ]
+    train_if_missing(folder, flags)
+    trained = run.beside(folder)
+    layer = trained.model.transformer.h[0].attn
+    k = min(2, layer.groups)
+    args = dataclasses.replace(args, k=str(k), lengths="", repeats=1)
+    (found,) = compared(args, trained)["lengths"]
     forms, mean = found["forms"], found["mean"]
-    size = sum(
-        p.numel()
-        for name, p in trained.model.named_parameters()
-        if name.endswith(("attn.router.weight", "attn.centroids"))
-    )
+    size = config.n_layer * (layer.router.weight.numel() + layer.centroids.numel())
     return {
         "value": value,
         "parameters": size,
@@ -231,71 +207,68 @@ def router(args, run, name, value):
 
 
 def in_words(numbers):
-    """A table with a row for each length and form."""
-    rows = [
-        [
-            str(part["length"]),
-            form,
-            *(
-                figures[key]
-                for key in ("loss", "loss_error", "more", "more_error", "perplexity", "kept")
-            ),
-            f"{figures['speed']:.2f}x",
-        ]
-        for part in numbers["lengths"]
-        for form, figures in part["forms"].items()
-    ]
-    windows = " or ".join(map(str, sorted({part["windows"] for part in numbers["lengths"]})))
+    """A row for each length and form, and the meanings of forms and columns."""
+    rows = []
+    keys = ("loss", "loss_error", "more", "more_error", "perplexity", "kept")
+    for part in numbers["lengths"]:
+        for form, figures in part["forms"].items():
+            speed = f"{figures['speed']:.2f}x"
+            rows.append([part["length"], form, *map(figures.get, keys), speed])
+    windows = " or ".join(sorted({str(part["windows"]) for part in numbers["lengths"]}))
+    near, K = numbers["window"], numbers["groups"]
     meanings = {
         "full": "softmax attention of the same weights, all pairs",
-        "window": f"the same, only pairs less than {numbers['window']} apart",
+        "window": f"the same, only pairs less than {near} apart",
         "soft": "gates from 0 to 1, as in training",
-        "k=k": f"a distant pair is open if one of {numbers['groups']} groups is in the k largest of both tokens",
-        "more": "loss than full attention, on the same windows; +- is a standard error over the windows",
-        "kept": f"share of pairs {numbers['window']} apart or more that are open, by the groups of the soft form",
+        "k=k": f"a distant pair is open if it shares one of the k largest of {K} groups",
+        "more": "loss over full attention's, on the same windows; +-: standard error over windows",
+        "kept": f"share of open pairs among those {near} apart or more, by the soft form's groups",
         "speed": "of the whole model on one window, relative to full",
     }
     text = table(rows, "length form loss +- more +- perplexity kept speed".split())
     return (
-        f"{windows} windows of {numbers['dataset']} ({numbers['split']}); trained at {numbers['training_length']} "
-        f"tokens\n\n{text}\n\n{legend(meanings)}"
+        f"{windows} windows of {numbers['dataset']} ({numbers['split']}); trained at "
+        f"{numbers['training_length']} tokens\n\n{text}\n\n{legend(meanings)}"
     )
 
 
 def draw(path, found):
     """Draw perplexity against speed, a dot for each form, a colour for each run and length; or
     against swept knobs."""
-    knobs = next((list(numbers["sweep"]) for numbers in found.values() if "sweep" in numbers), [])
-    with figure_of(path, [3.8], [max(3.4, 5.5 / len(knobs)) for _ in knobs] or [5.5]) as axes:
+    sweeps = [numbers["sweep"] for numbers in found.values() if "sweep" in numbers]
+    if sweeps:
+        return draw_sweep(path, sweeps)
+    with figure_of(path, [3.8], [5.5]) as ((ax,),):
         for place, numbers in found.items():
-            for ax, name in zip(axes[0], knobs, strict=False):
-                rows = numbers["sweep"][name]
-                forms = {"full attention": "full", "soft gates": "soft", "k=2": "hard"}
-                line_panel(
-                    ax,
-                    {
-                        label: (range(len(rows)), [row[key] for row in rows])
-                        for label, key in forms.items()
-                    },
-                    "perplexity",
-                    f"{name} (below: share of the largest group)",
-                    legend=False,
-                )
-                ax.set_xticks(
-                    range(len(rows)), [f"{row['value']}\n{row['dominance']:.0%}" for row in rows]
-                )
-            for part in numbers.get("lengths", ()):
-                hard = {
-                    form: (f["speed"], f["perplexity"])
-                    for form, f in part["forms"].items()
-                    if form != "soft"
-                }
-                axes[0, 0].plot(
-                    *zip(*hard.values(), strict=True),
-                    "o",
-                    label=f"{Path(place).name}, T={part['length']}",
-                )
-                for form, point in hard.items():
-                    axes[0, 0].annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
-                frame(axes[0, 0], xlabel="speed relative to full attention", ylabel="perplexity")
+            for part in numbers["lengths"]:
+                points = {}
+                for form, figures in part["forms"].items():
+                    if form != "soft":
+                        points[form] = figures["speed"], figures["perplexity"]
+                label = f"{Path(place).name}, T={part['length']}"
+                ax.plot(*zip(*points.values(), strict=True), "o", label=label)
+                for form, point in points.items():
+                    ax.annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
+        frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
+        ax.legend(frameon=False, fontsize=8)
+
+
+def draw_sweep(path, sweeps):
+    """Draw the perplexity of each form against the values of a knob, a panel for each knob."""
+    widths = [max(3.4, 5.5 / len(sweeps[0]))] * len(sweeps[0])
+    with figure_of(path, [3.8], widths) as axes:
+        for sweep in sweeps:
+            for ax, (name, rows) in zip(axes[0], sweep.items(), strict=True):
+                places = range(len(rows))
+                curves = {}
+                for label, key in (
+                    ("full attention", "full"),
+                    ("soft gates", "soft"),
+                    ("k=2", "hard"),
+                ):
+                    curves[label] = places, [row[key] for row in rows]
+                xlabel = f"{name} (below: share of the largest group)"
+                line_panel(ax, curves, "perplexity", xlabel, legend=False)
+                labels = [f"{row['value']}\n{row['dominance']:.0%}" for row in rows]
+                ax.set_xticks(places, labels)
         axes[0, 0].legend(frameon=False, fontsize=8)

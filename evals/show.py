@@ -1,7 +1,7 @@
 """A recipe: its resolved choices, and the file and line of the code that computes each.
 
 python eval.py show elastic
-python eval.py show --out_dir=out/a                the recipe of a run, or those of its --layers
+python eval.py show --out_dir=out/a                 the recipe of a run, or those of its --layers
 python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of that run
 """
 
@@ -49,10 +49,11 @@ def command(args, run):
 
 def choices_of(layer):
     """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the
-    first
-    sentence about it]; a part without a function, such as rotates=True, has no place. "usual": the
-    axes with their default."""
-    config, code, usual = layer.config, [], {}
+    first sentence about it]; a part without a function, such as rotates=True, has no place.
+    "usual": the axes with their default."""
+    config = layer.config
+    code = []
+    usual = {}
     own = {"mixer", "rule", "pos", *attention.ATTENTIONS[config.attn]}
     for axis, default in mixers.DEFAULTS.items():
         value = getattr(config, axis)
@@ -65,18 +66,12 @@ def choices_of(layer):
                 code.append([axis, str(value), name, place(part), first_sentence(part)])
             else:
                 code.append([axis, str(value), name and f"{name}={part}", "", ""])
-    learns = {
-        name: list(p.shape)
-        for name, p in layer.named_parameters()
-        if not name.startswith(("c_attn", "c_proj"))
-    }
-    return {
-        "recipe": config.attn,
-        "code": code,
-        "args": layer.args,
-        "learns": learns,
-        "usual": usual,
-    }
+    learns = {}
+    for name, p in layer.named_parameters():
+        if not name.startswith(("c_attn", "c_proj")):
+            learns[name] = list(p.shape)
+    found = {"recipe": config.attn, "code": code, "args": layer.args}
+    return found | {"learns": learns, "usual": usual}
 
 
 def parts_of(layer, axis):
@@ -85,7 +80,8 @@ def parts_of(layer, axis):
         return {"": type(layer)}
     if axis not in layer.choices:  # a number, such as that of --window
         return {"": visible if axis in NUMBERS else None}
-    choice, found = layer.choices[axis], {}
+    choice = layer.choices[axis]
+    found = {}
     for field in dataclasses.fields(choice):
         part = getattr(choice, field.name)
         if field.name not in NOT_SHOWN and part != field.default:
@@ -115,7 +111,8 @@ def first_sentence(function):
 
 def in_words(found):
     """A line for each part of each choice; then constants, learned tensors, axes with defaults."""
-    lines, last = [found["recipe"], ""], None
+    lines = [found["recipe"], ""]
+    last = None
     for axis, value, name, where, text in found["code"]:
         head = f"{axis:12} {value:10}" if axis != last else " " * 23
         lines.append(f"{head} {name:16} {where:32} {text}".rstrip())

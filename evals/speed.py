@@ -21,20 +21,22 @@ import attention
 import kernels
 import mixers
 from axes.layer import Cache
+from kernels import visible
 from common import files
 from common.flags import knob
 from common.machine import Machine
 from evals.instrument import (
     Common,
     OpenedRun,
+    instead,
     recipe_names,
     table,
+    table_of_lines,
     watch,
     whole_numbers,
     window_batches,
 )
 from evals.kernels import time_kernels
-from kernels import visible
 from mixers.focus import Focus, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
@@ -97,11 +99,14 @@ class Speed(Common):
 def command(args, run):
     """Time training steps of every recipe, and its attention alone, relative to softmax in torch's
     own fused kernel. All recipes take turns in one process."""
-    measure, lengths = next(row for flag, row in MODES.items() if not flag or getattr(args, flag))
-    machine, lengths = Machine(args.device, args.dtype), args.lengths or lengths
+    mode = next(flag for flag in MODES if not flag or getattr(args, flag))
+    measure, usual = MODES[mode]
+    lengths = args.lengths or usual
     lengths = whole_numbers(lengths, "lengths") if lengths else []
+    machine = Machine(args.device, args.dtype)
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    numbers, text = {"machine": str(machine), "triton": triton}, [f"{machine}, triton {triton}"]
+    numbers = {"machine": str(machine), "triton": triton}
+    text = [f"{machine}, triton {triton}"]
     for part in measure(args, machine, lengths, numbers):
         text.append(part)
         if args.out:  # after every part: the next one may need too much memory
@@ -121,25 +126,20 @@ def time_training(args, machine, lengths, numbers):
         batch = max(1, (args.tokens or 2048) // T)
         models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
         numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
-        cells = [
-            [name, f"{row['tokens_per_s']:,.0f}", *list(row.values())[1:]]
-            for name, row in rows.items()
-        ]
         yield (
-            f"T={T}, {batch} sequences: training steps, and the speed of steps and of attention "
-            "alone relative to the first row\n"
-            + table(cells, ["recipe", "tokens/s", "step", "forward", "forward + backward"])
+            f"T={T}, {batch} sequences: training steps, and the speed relative to the first row of "
+            "steps and of attention alone, forward and both ways\n" + table_of_lines(rows, "recipe")
         )
     lengths = whole_numbers(args.memory, "memory") if args.memory else []
+    memory = numbers["memory_mb"]
     for name, case in cases.items():
         for T in lengths:  # the model exists before the count begins
             call = attention_call(make_model(*case, T, args, machine), machine, 1)
-            numbers["memory_mb"][name][T] = machine.peak_memory(call) / 2**20
+            memory[name][T] = machine.peak_memory(call) / 2**20
     if lengths:
-        cells = [[name, *row.values()] for name, row in numbers["memory_mb"].items()]
         yield (
             "memory of one layer's attention without its inputs, forward and backward, "
-            "one sequence (MiB)\n" + table(cells, ["recipe", *(f"T={T}" for T in lengths)])
+            "one sequence (MiB), by length\n" + table_of_lines(memory, "recipe")
         )
 
 
@@ -147,21 +147,19 @@ def time_models(models, machine, batch, repeats):
     """Time models {name: GPT}. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens
     per second of training, then speeds relative to the first: of the step, of attention forward,
     and of attention both ways."""
-    seconds = {}
-    makers = {
-        "step": training_step,
-        "forward": partial(attention_call, backward=False),
-        "both": attention_call,
-    }
-    for way, make in makers.items():  # all models race at one kind of work
+    rows = {name: {} for name in models}
+    for way, make in (
+        ("step", training_step),
+        ("forward", partial(attention_call, backward=False)),
+        ("both", attention_call),
+    ):  # all models race at one kind of work
         calls = {name: make(model, machine, batch) for name, model in models.items()}
-        seconds[way] = machine.race(calls, repeats)
-    rows = {}
-    for name, model in models.items():
-        speed = batch * model.config.block_size / seconds["step"][name]
-        rows[name] = {"tokens_per_s": speed} | {
-            way: times["softmax (sdpa)"] / times[name] for way, times in seconds.items()
-        }
+        seconds = machine.race(calls, repeats)
+        for name, model in models.items():
+            if way == "step":
+                speed = batch * model.config.block_size / seconds[name]
+                rows[name]["tokens_per_s"] = round(speed)
+            rows[name][way] = seconds["softmax (sdpa)"] / seconds[name]
     return rows
 
 
@@ -200,7 +198,8 @@ def training_step(model, machine, batch):
 def attention_call(model, machine, batch, backward=True):
     """A function that runs the first layer's attention alone, between the projections, forward or
     both ways."""
-    module, T = model.transformer.h[0].attn, model.config.block_size
+    module = model.transformer.h[0].attn
+    T = model.config.block_size
     like = {"device": machine.device, "dtype": getattr(torch, machine.dtype)}
     # (B, heads, T, width), with the memory layout of a projection
     q, k, v = (
@@ -238,32 +237,24 @@ def time_decoding(args, machine, lengths, numbers):
     width = args.n_embd // args.n_head or WIDTH
     numbers |= {"heads": args.n_head, "width": width, "lengths": {}}
     for T in lengths:
+        layers, attends, size = {}, {}, {}  # by name of the case
         with machine.autocast():
-            steps = {
-                name: decoding_step(T, choices, args.n_head, width, machine)
-                for name, choices in cases.items()
-            }
-            layer, attend, size = (
-                {name: step[i] for name, step in steps.items() if step} for i in range(3)
-            )
-            layer, attend = machine.race(layer, args.repeats), machine.race(attend, args.repeats)
-        rows = numbers["lengths"][T] = {
-            name: {
+            for name, choices in cases.items():
+                if step := decoding_step(T, choices, args.n_head, width, machine):
+                    layers[name], attends[name], size[name] = step
+            layer = machine.race(layers, args.repeats)
+            attend = machine.race(attends, args.repeats)
+        rows = numbers["lengths"][T] = {}
+        for name in layer:
+            rows[name] = {
                 "layer_ms": 1000 * layer[name],
                 "layer": layer["softmax"] / layer[name],
                 "attend": attend["softmax"] / attend[name],
                 "bytes": size[name],
             }
-            for name in layer
-        }
-        cells = [
-            [name, *list(row.values())[:3], f"{row['bytes'] / 2**10:,.0f}"]
-            for name, row in rows.items()
-        ]
         yield (
-            f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed "
-            "relative to softmax\n"
-            + table(cells, ["recipe", "layer, ms", "layer", "attend", "KiB read"])
+            f"one layer, {args.n_head} heads of {width}, {T} tokens in the cache: speed over that "
+            "of softmax, and bytes read\n" + table_of_lines(rows, "recipe")
         )
 
 
@@ -278,31 +269,31 @@ def decoding_step(T, choices, heads, width, machine):
     if not module.cached:
         return None
     x = torch.randn(1, T, width * heads, device=machine.device)
-    cache, calls = Cache(), []
+    cache = Cache()
+    calls = []
 
-    def keep_inputs(attend, q, k, v, *rest, **cached):  # in place of attention
+    def keep_inputs(attend, layer, module, q, k, v, *rest, **cached):  # in place of attention
         # a cache as it is now: later steps continue it
         cached = {n: part.copy() if isinstance(part, Cache) else part for n, part in cached.items()}
-        calls.append(((q, k, v, *rest), cached))
+        calls.append((attend, (q, k, v, *rest), cached))
         return v.new_zeros(1, module.heads, q.shape[2], v.shape[-1])
 
     if isinstance(module, Recurrent):
         module(x[:, -64:], cache)  # a state is as large after any number of tokens
-    module.hook = keep_inputs
-    if not cache.tokens:
-        module(x[:, 1:], cache)  # fills the cache, without attention
-    module(x[:, :1], cache)  # makes room in its buffers
-    module(x[:, :1], cache)
-    module.hook = None
-    inputs, cached = calls[-1]
+    with instead(module, keep_inputs):
+        if not cache.tokens:
+            module(x[:, 1:], cache)  # fills the cache, without attention
+        module(x[:, :1], cache)  # makes room in its buffers
+        module(x[:, :1], cache)
+    attend, inputs, cached = calls[-1]
 
-    def whole():
+    def layer_step():
         module(x[:, :1], cache)
 
-    def attend():
-        module.attend(*inputs, **cached)
+    def attend_step():
+        attend(*inputs, **cached)
 
-    return whole, attend, int(module.bytes_read(*inputs, **cached))
+    return layer_step, attend_step, int(module.bytes_read(*inputs, **cached))
 
 
 @torch.no_grad()
@@ -315,23 +306,18 @@ def time_focus(args, machine, lengths, numbers):
     numbers |= {"heads": args.n_head, "width": WIDTH, "window": WINDOW, "lengths": {}}
     fused = machine.device.type == "cuda" and kernels.AVAILABLE
 
-    def focus(q, k, v, shares, topk):  # a Focus layer in evaluation, after its router
-        return sparse(q, k, v, Focus.memberships(shares, topk), WINDOW, WIDTH**-0.5, fused)[0]
+    def focus(qkv, shares, topk):  # a Focus layer in evaluation, after its router
+        sparse(*qkv, Focus.memberships(shares, topk), WINDOW, WIDTH**-0.5, fused)
 
     for T in lengths:
-        dice, dtype = torch.Generator().manual_seed(0), getattr(torch, machine.dtype)
-        q, k, v = (
-            torch.randn(1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
-            for _ in range(3)
-        )
-        # the shares of groups, (1, T, groups), from which each token gets its largest groups
-        shares = {
-            groups: torch.rand(1, T, groups, generator=dice).to(machine.device)
-            for groups, _ in GROUPS
-        }
-        cases = {"full": partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)}
+        dice = torch.Generator().manual_seed(0)
+        dtype = getattr(torch, machine.dtype)
+        qkv = torch.randn(3, 1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
+        cases = {"full": partial(F.scaled_dot_product_attention, *qkv, is_causal=True)}
         for groups, topk in GROUPS:
-            cases[f"{topk} of {groups}"] = partial(focus, q, k, v, shares[groups], topk)
+            # the shares of groups, from which each token gets its largest groups
+            shares = torch.rand(1, T, groups, generator=dice).to(machine.device)
+            cases[f"{topk} of {groups}"] = partial(focus, qkv, shares, topk)
         seconds = machine.race(cases, args.repeats)
         full = seconds.pop("full")
         rows = {name: full / time for name, time in seconds.items()}
@@ -363,16 +349,14 @@ def time_live_tiles(args, machine, lengths, numbers):
         inputs.clear()
         (idx,) = window_batches(run.model, run.split("val"), run.machine, T, 4, 4)  # (4, T + 1)
         watch(run.model, keep, idx[:, :-1], run.machine)
-        layers = numbers["lengths"][T] = [
-            {
-                "live": live_tiles(module, *parts),
-                "gain": gain_of_skipping(module, machine, args.repeats, *parts),
-            }
-            for module, parts in inputs
-        ]
-        yield f"{args.out_dir}, T={T}: tiles of {LIVE_TILE} rows and keys\n" + table(
-            [[str(layer), *row.values()] for layer, row in enumerate(layers)],
-            ["layer", "live tiles", "speed"],
+        rows = numbers["lengths"][T] = []
+        for module, parts in inputs:
+            gain = gain_of_skipping(module, machine, args.repeats, *parts)
+            rows.append({"live": live_tiles(module, *parts), "gain": gain})
+        yield (
+            f"{args.out_dir}, T={T}: live share of tiles of {LIVE_TILE} rows and keys, and the "
+            "speed-up if the kernel skips the others\n"
+            + table_of_lines(dict(enumerate(rows)), "layer")
         )
 
 
@@ -380,20 +364,26 @@ def time_live_tiles(args, machine, lengths, numbers):
 def live_tiles(module, q, k, v, x, distance=None):
     """The share of a layer's visible tiles with a nonzero weight, over all sequences and score
     heads."""
-    total, T, keys = {"live": 0, "all": 0}, k.shape[2], torch.arange(k.shape[2], device=q.device)
+    T = k.shape[2]
+    keys = torch.arange(T, device=q.device)
+    live = visible_tiles = 0
     blocks = module.view_blocks(q, k, distance)  # a block has two rows of tiles
-    for (_, _, i), w in zip(
-        kernels.row_blocks(q.shape[2], T, module.mask, q.device), blocks, strict=True
-    ):
+    row_blocks = kernels.row_blocks(q.shape[2], T, module.mask, q.device)
+    for (_, _, i), w in zip(row_blocks, blocks, strict=True):
         w = w[..., -T:]  # (B, H, rows, T), without an extra key's column
         seen = visible(i[:, None], keys, module.mask).expand_as(w)
-        for name, cells in (("live", w != 0), ("all", seen)):
-            # the last tiles are padded with invisible keys and rows
-            padded = F.pad(cells, (0, -T % LIVE_TILE, 0, -len(i) % LIVE_TILE))
-            tiles = padded.unflatten(-1, (-1, LIVE_TILE)).unflatten(2, (-1, LIVE_TILE))
-            # (B, H, tiles, rows, tiles, keys)
-            total[name] += tiles.any(-1).any(3).sum().item()
-    return total["live"] / total["all"]
+        live += count_tiles(w != 0)
+        visible_tiles += count_tiles(seen)
+    return live / visible_tiles
+
+
+def count_tiles(cells):
+    """The number of tiles in which any of the cells (B, H, rows, T) is true."""
+    rows, keys = cells.shape[2:]
+    # the last tiles are padded with invisible keys and rows
+    cells = F.pad(cells, (0, -keys % LIVE_TILE, 0, -rows % LIVE_TILE))
+    tiles = cells.unflatten(-1, (-1, LIVE_TILE)).unflatten(2, (-1, LIVE_TILE))
+    return tiles.any(-1).any(3).sum().item()  # of (B, H, tiles, rows, tiles, keys)
 
 
 def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):

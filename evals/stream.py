@@ -3,15 +3,15 @@ values of each layer.
 
 The stream is measured where it enters a layer, numbered as in the papers: layer 0 receives the
 embeddings, and place L is the output of the last of L layers. Norms and variances are summed by
-position, so memory is linear in
-T.
+position, so memory is linear in T.
 
 Sources:
-    massive activations      When Attention Sink Emerges, 2410.10781, figures 7 and 8; channels and positions as in
-                             Massive Activations, Sun et al. 2402.17762
-    norms and variances      Lazy Attention, 2601.00919, appendix G; values: The Attention Sink as Native MoE, figure 2
-    cosines                  The Attention Sink as Native MoE, figure 3
-    spread                   0 if repeated tokens cannot be told apart: Lazy Attention, section 3.2
+    massive activations     When Attention Sink Emerges, 2410.10781, figures 7 and 8; channels and
+                            positions as in Massive Activations, Sun et al. 2402.17762
+    norms and variances     Lazy Attention, 2601.00919, appendix G; values: The Attention Sink as
+                            Native MoE, figure 2
+    cosines                 The Attention Sink as Native MoE, figure 3
+    spread                  0 if repeated tokens cannot be told apart: Lazy Attention, section 3.2
 """
 
 import contextlib
@@ -20,7 +20,6 @@ import torch
 from torch.nn import functional as F
 
 FIRST = 16  # number of first positions that the result lists
-PARTS = ("hidden", "input", "query", "key", "value")
 
 
 class Stream:
@@ -28,83 +27,74 @@ class Stream:
     hidden states alone."""
 
     def __init__(self):
-        # {name: sum, in float64}; the position of each sequence's largest norm
-        self.sums, self.places = {}, []
+        self.sums = {}  # {name: sum, in float64}
+        self.places = []  # of each sequence: the position of the token with the largest norm
 
-    def add(self, vectors=(), **values):
-        """Add values (B, ...), summed over the sequences. vectors {name: (B, H, T, C)}: of these,
-        add the norms and variances by position (T,), as means over the heads."""
-        for name, part in dict(vectors).items():
-            values |= {
-                f"{name}_norm": part.norm(dim=-1).mean(1),
-                f"{name}_var": part.var(-1, correction=0).mean(1),
-            }
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
+    def add(self, name, value):
+        """Add value (B, ...), summed over the sequences."""
+        self.sums[name] = self.sums.get(name, 0) + value.double().sum(0).cpu()
+
+    def add_vectors(self, part, vectors):
+        """Add norms and variances of vectors (B, H, T, C) by position, as means over heads."""
+        self.add(f"{part}_norm", vectors.norm(dim=-1).mean(1))
+        self.add(f"{part}_var", vectors.var(-1, correction=0).mean(1))
 
     def see_hidden(self, h, ahead):
         """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the
         largest norm, but is not the first token."""
         h = h.float()
-        norm, real = h.norm(dim=-1), h[:, ahead:]
-        size, place = norm.max(1)  # (B,)
+        tokens = h[:, ahead:]  # (B, T, C)
+        norm = h.norm(dim=-1)
+        largest, place = norm.max(1)  # (B,)
+        others = (norm.sum(1) - largest) / (norm.shape[1] - 1)
         self.places += (place - ahead).tolist()
-        self.add(
-            {"hidden": real[:, None]},
-            sequences=torch.ones(len(h)),
-            massive=norm[:, ahead] / norm[:, ahead + 1 :].mean(1),
-            largest=size / ((norm.sum(1) - size) / (norm.shape[1] - 1)),
-            carrier=h[torch.arange(len(h), device=h.device), place],  # (B, C)
-            median=h.abs().flatten(1).median(1)[0],
-            spread=(real - real[:, :1]).norm(dim=-1).amax(1) / norm[:, ahead:].mean(1),
-        )
+        self.add_vectors("hidden", tokens[:, None])
+        self.add("sequences", torch.ones(len(h)))
+        self.add("massive", norm[:, ahead] / norm[:, ahead + 1 :].mean(1))
+        self.add("largest", largest / others)
+        self.add("carrier", h[torch.arange(len(h), device=h.device), place])  # (B, C)
+        self.add("median", h.abs().flatten(1).median(1)[0])
+        distance = (tokens - tokens[:, :1]).norm(dim=-1)
+        self.add("spread", distance.amax(1) / norm[:, ahead:].mean(1))
 
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
         q, k = entering_the_score(module, q, k)
-        first, rest = (
-            k[:, :, module.sink_tokens, None],
-            slice(module.sink_tokens + 1, None),
-        )  # (B, H, 1, D)
-        parts = {"input": x[:, None], "query": q, "key": k, "value": v}
-        self.add(
-            {name: part[..., module.sink_tokens :, :].float() for name, part in parts.items()},
-            cos_qk=F.cosine_similarity(q[:, :, rest], first, -1).mean((1, 2)),
-            cos_kk=F.cosine_similarity(k[:, :, rest], first, -1).mean((1, 2)),
-        )
+        for name, part in (("input", x[:, None]), ("query", q), ("key", k), ("value", v)):
+            self.add_vectors(name, part[..., module.sink_tokens :, :].float())
+        first = k[:, :, module.sink_tokens, None]  # (B, H, 1, D)
+        for name, part in (("cos_qk", q), ("cos_kk", k)):
+            later = part[:, :, module.sink_tokens + 1 :]
+            self.add(name, F.cosine_similarity(later, first, -1).mean((1, 2)))
 
     def result(self):
         """Means over the sequences, as plain numbers. STREAM in evals/probe.py has the meanings of
         massive, largest, spread, cos_qk and cos_kk. The other keys:
 
-        at, at_share    the most frequent position of the token with the largest norm, and its share of the sequences
+        at, at_share    the most frequent position of the token with the largest norm, and its share
+                        of the sequences
         channels        the 3 largest channels of that token: [[channel, value, value over the
                         median magnitude]]
-        *_norm, *_var   for each of PARTS: [the first token's, mean of the others]; after the last layer of hidden alone
+        *_norm, *_var   of hidden, input, query, key and value: [the first token's, mean of the
+                        others]; after the last layer of hidden alone
         positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
         """
         mean = {name: total / self.sums["sequences"] for name, total in self.sums.items()}
         at = max(sorted(set(self.places)), key=self.places.count)
-        carrier, median = mean["carrier"], mean["median"]
-        top = carrier.abs().topk(min(3, len(carrier)))[1]
-        found = {
-            name: plain(mean[name])
-            for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median")
-            if name in mean
-        }
-        found |= {
-            "at": at,
-            "at_share": self.places.count(at) / len(self.places),
-            "positions": {},
-            "channels": [
-                [int(c), plain(carrier[c]), plain(carrier[c].abs() / median)] for c in top
-            ],
-        }
-        for name in [
-            f"{part}_{kind}" for part in PARTS for kind in ("norm", "var") if f"{part}_norm" in mean
-        ]:
-            found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
-            found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
+        found = {"at": at, "at_share": self.places.count(at) / len(self.places)}
+        for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median"):
+            if name in mean:
+                found[name] = plain(mean[name])
+        carrier = mean["carrier"]
+        found["channels"] = []
+        for channel in carrier.abs().topk(min(3, len(carrier)))[1].tolist():
+            value = carrier[channel]
+            found["channels"].append([channel, plain(value), plain(value.abs() / mean["median"])])
+        found["positions"] = {}
+        for name in mean:
+            if name.endswith(("_norm", "_var")):
+                found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
+                found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
         return found
 
 

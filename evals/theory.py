@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import attention
 from common.flags import Knobs, knob
-from evals.instrument import legend, table
+from evals.instrument import legend, table_of_lines
 from mixers import focus
 from model import GPT, GPTConfig
 
@@ -99,8 +99,9 @@ def spread(dice, mix=0.0, beta=1.0, related=4):
 def range_of_sums(dice, attn="diff"):
     """The largest difference of two row sums of one head."""
     layer = layer_of(attn, dice)
-    q = torch.randn(8, layer.shapes["q"][0], 64, layer.shapes["q"][1], generator=dice)
-    k = torch.randn(8, layer.shapes["k"][0], 64, layer.shapes["k"][1], generator=dice)
+    q, k = (
+        torch.randn(8, H, 64, D, generator=dice) for H, D in (layer.shapes["q"], layer.shapes["k"])
+    )
     sums = layer.weights_of(q, k, torch.randn(8, 64, 64, generator=dice)).sum(-1)  # (B, H, T)
     return (sums.amax((0, 2)) - sums.amin((0, 2))).max().item()
 
@@ -119,7 +120,8 @@ def leak(dice, balance="sinkhorn"):
 
 def mass_of_shut_pairs(dice, gate=focus.score_gate, T=256, K=4):
     """The mass of a row on distant pairs of different groups. Their sigmoid(z) is 0."""
-    s, group = torch.randn(32, T, T, generator=dice), torch.randint(K, (T,), generator=dice)
+    s = torch.randn(32, T, T, generator=dice)
+    group = torch.randint(K, (T,), generator=dice)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
     shut = seen.tril(-NEAR) & (group[:, None] != group)
     s = torch.where(shut, gate(s, torch.tensor(-1e4)), s).masked_fill(~seen, -math.inf)
@@ -169,7 +171,8 @@ def cosine_of_parts(dice, parts=DISJOINT, dtype=torch.float32, T=256, K=4):
     q, k, v = torch.randn(3, 8, T, 32, generator=dice)
     group = torch.randint(K, (T,), generator=dice)
     seen = torch.ones(T, T, dtype=torch.bool).tril()
-    same, near = seen & (group[:, None] == group), seen.triu(1 - NEAR)
+    same = seen & (group[:, None] == group)
+    near = seen.triu(1 - NEAR)
     sets = {
         "same group": same,
         "near, other group": near & ~same,
@@ -347,20 +350,17 @@ def verdict(statement, number):
 
 def command(args, run=None):
     """Exact statements of three papers, computed on random tensors: which hold, which fail?"""
-    found = {}
+    found, lines = {}, {}
     for name, statement in STATEMENTS.items():
         number = statement.check(torch.Generator().manual_seed(args.seed))
         found[name] = {
             "place": statement.place,
-            "meaning": statement.meaning,
             "number": number,
             "paper": statement.paper,
             "verdict": verdict(statement, number),
+            "meaning": statement.meaning,
         }
-    rows = [
-        [name, row["place"], f"{row['number']:.3g}", row["paper"], row["verdict"]]
-        for name, row in found.items()
-    ]
-    text = table(rows, ["statement", "where", "computed", "the paper", "verdict"])
-    meanings = legend({name: row["meaning"] for name, row in found.items()})
+        lines[name] = found[name] | {"number": f"{number:.3g}"}
+    text = table_of_lines(lines, "statement", ("place", "number", "paper", "verdict"))
+    meanings = legend({name: statement.meaning for name, statement in STATEMENTS.items()})
     return {"seed": args.seed, "statements": found}, f"{text}\n\n{meanings}"

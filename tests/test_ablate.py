@@ -46,14 +46,15 @@ PLAIN = "softmax", "elastic", "diff2", "sink_token", "kv_bias"  # weights times 
 
 
 @pytest.mark.parametrize("attn", PLAIN)
-def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_alone_not_in_its_own_row(
+def test_a_zeroed_value_is_missing_in_the_chosen_head_and_for_later_rows_alone(
     attn,
 ):
     """The head's output loses that token's weight times its value. Earlier rows and other heads do
     not change."""
     shared = {} if attn == "softmax" else {"n_head": 4, "n_kv_head": 2}
     module, (q, k, v, x, table), output = first_layer(attn=attn, **shared)
-    chosen, own = last_head(module), module.sink_tokens + 3
+    chosen = last_head(module)
+    own = module.sink_tokens + 3
     before, to_all, to_later = map(
         output, (unchanged, value_zeroed(chosen, 3), value_zeroed(chosen, 3, False))
     )
@@ -70,7 +71,8 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_alone_and_for_later_rows_a
 @pytest.mark.parametrize("attn", ["gated", "rela", "v_bias"])
 def test_an_output_is_zeroed_after_gate_and_norm(attn):
     module, _, output = first_layer(attn=attn)
-    change, before = output_zeroed(last_head(module)), output(unchanged)
+    change = output_zeroed(last_head(module))
+    before = output(unchanged)
     expected = before.clone()
     expected[:, -1] = 0
     same(output(change), expected)
@@ -93,10 +95,8 @@ def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(
     def best(chosen, value):
         return not chosen.any() or chosen.all() or value[chosen].min() > value[~chosen].max()
 
-    alpha, count = (
-        torch.rand(layers, heads, generator=bounds.dice(seed)),
-        min(count, layers * heads),
-    )
+    alpha = torch.rand(layers, heads, generator=bounds.dice(seed))
+    count = min(count, layers * heads)
     found, evenly = (picked(alpha, count, in_layers, seed) for in_layers in (False, True))
     same({where: evenly[where] for where in found}, found)
     assert [len(picks) for picks in found.values()] == [1, 3, 1]
@@ -112,7 +112,8 @@ def test_heads_are_picked_by_their_sink_at_random_and_evenly_over_the_layers(
 
 @pytest.mark.parametrize("attn", ["softmax", "sink_token", "diff2"])
 def test_costs_are_differences_of_the_losses_of_windows(attn):
-    gpt, rows = lively(attn=attn), token_ids(3, 17)
+    gpt = lively(attn=attn)
+    rows = token_ids(3, 17)
     every = ablate.every_head(gpt)
     changes = {
         "0 % of heads zero": unchanged,
@@ -126,10 +127,8 @@ def test_costs_are_differences_of_the_losses_of_windows(attn):
         what: ablate.window_losses(change, gpt, rows, MACHINE, 3)
         for what, change in changes.items()
     }
-    before, found = (
-        losses["0 % of heads zero"],
-        ablate.ablations(torch.rand(every.shape), 0.5, [0, 100]),
-    )
+    before = losses["0 % of heads zero"]
+    found = ablate.ablations(torch.rand(every.shape), 0.5, [0, 100])
     for line in ablate.costs(found, gpt, rows, MACHINE, 2)["changes"]:
         if line["where"] == "all heads" or "%" in line["what"]:
             more = losses[line["what"]] - before  # of three windows

@@ -9,7 +9,6 @@ from conftest import ROOT, meta
 import eval as eval_script
 from evals import board
 from evals.board import cell, cost_of, draw, interval, quantile, read_rows, table_of
-from evals.measures import printed
 
 
 @pytest.mark.exhaustive
@@ -121,8 +120,8 @@ def test_the_pages_have_the_numbers_of_the_rows(page, mark, count):
         for line in text.split("\n\n")[0].splitlines()
     )
     assert len(lines) == (count or len(table))
-    columns = {printed(column): column for column in table["softmax"]}
     for recipe, *line in lines:
+        row = table[recipe.strip("`")]
         for title, shown in zip(head[1:], line, strict=True):
-            if title in columns:
-                assert shown == cell(table[recipe.strip("`")][columns[title]]), (recipe, title)
+            if title in row:
+                assert shown == cell(row[title]), (recipe, title)

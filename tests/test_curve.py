@@ -84,7 +84,8 @@ def recipe_weights(name, s, given):
 @torch.no_grad()
 def test_each_rule_of_the_page_computes_the_weights_of_its_recipe(name):
     """At the sliders' start and at two other places of each."""
-    dice, sliders = random.Random(bounds.SEED), in_node(f"RULES.{name}.sliders ?? {{}}")
+    dice = random.Random(bounds.SEED)
+    sliders = in_node(f"RULES.{name}.sliders ?? {{}}")
     drawn = [
         [dice.uniform(-most, most) for _ in range(n)] for n, most in ((5, 0.1), (24, 3), (64, 6))
     ]
@@ -122,13 +123,15 @@ def test_keys_bars_and_sliders_change_the_numbers(width):
         const above = { buttons: 1, clientX: bars.left + 1, clientY: bars.top - 9 }
         $("scores").dispatchEvent(new PointerEvent("pointermove", above))
         for (const key of ["ArrowUp", "ArrowUp", "ArrowDown"]) {
-          $("scores").children[1].dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }))
+          const down = new KeyboardEvent("keydown", { key, bubbles: true })
+          $("scores").children[1].dispatchEvent(down)
         }
         const slider = document.querySelector("[aria-label='elastic tau']")
         slider.value = -1                       // nothing is cut off
         slider.dispatchEvent(new Event("input"))
         const said = document.querySelectorAll("#rule-softmax .numbers, #rule-elastic .numbers")
-        return [[...said].map(text => text.textContent), state.scores, document.documentElement.scrollWidth]
+        const wide = document.documentElement.scrollWidth
+        return [[...said].map(text => text.textContent), state.scores, wide]
         """,
         width,
     )

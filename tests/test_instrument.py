@@ -74,8 +74,10 @@ def test_an_override_reaches_the_recipes_that_have_its_axis_or_constant_or_else_
 
 
 def test_attention_is_changed_in_every_layer_and_an_error_restores_it():
-    gpt, idx = GPT(tiny_config(n_layer=3)), token_ids(2, 5)
-    before, seen = gpt(idx)[0], []
+    gpt = GPT(tiny_config(n_layer=3))
+    idx = token_ids(2, 5)
+    before = gpt(idx)[0]
+    seen = []
 
     def double(attend, layer, module, *inputs):
         seen.append((layer, module))
@@ -91,8 +93,10 @@ def test_attention_is_changed_in_every_layer_and_an_error_restores_it():
 def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_other_flags(
     copy, elastic_run, monkeypatch
 ):
-    asked, flags = [], meta(copy)["flags"]
-    other, again = [*flags, "--seed=3"], [*flags, f"--init_from={elastic_run}"]
+    asked = []
+    flags = meta(copy)["flags"]
+    other = [*flags, "--seed=3"]
+    again = [*flags, f"--init_from={elastic_run}"]
     monkeypatch.setattr(
         subprocess,
         "run",
@@ -108,8 +112,10 @@ def test_a_run_is_trained_if_it_is_missing_older_than_its_base_or_made_with_othe
 
 
 def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
-    log, finished = (copy / "log.csv").read_text(), meta(copy)
-    flags, report = [*finished["flags"], f"--out_dir={copy}"], finished.pop("report")
+    log = (copy / "log.csv").read_text()
+    finished = meta(copy)
+    flags = [*finished["flags"], f"--out_dir={copy}"]
+    report = finished.pop("report")
     files.write_json(copy / "meta.json", finished | {"flags": flags})
     found = train_if_missing(copy, flags)  # which the second call finds trained
     assert (
@@ -123,7 +129,8 @@ def test_a_stopped_run_goes_on_from_its_last_checkpoint(copy, trainings):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_job_that_fails_stops_no_other(workers, capsys):
     """The second job waits for the third, so two workers do them at the same time."""
-    done, jobs = threading.Event(), [("a", 1), ("b", 0), ("c", 2)]
+    done = threading.Event()
+    jobs = [("a", 1), ("b", 0), ("c", 2)]
 
     def work(name, number):
         if name == "b" and workers == 2:

@@ -2,9 +2,9 @@
 and over seeds."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from bounds import close
 from conftest import meta, train_here
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.machine import Machine
 from data import tokens
 from evals.instrument import load_run
-from evals.loss import bits_per_byte, curves, groups_of, tell, window_losses
+from evals.loss import bits_per_byte, compare, curves, groups_of, window_losses
 
 
 def test_fixed_windows_are_spread_over_the_whole_split_or_begin_at_a_stride(data):
@@ -33,7 +33,8 @@ def test_fixed_windows_are_spread_over_the_whole_split_or_begin_at_a_stride(data
 def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(evaluate, elastic_run, data):
     run = f"--out_dir={elastic_run}"
     found = evaluate("loss", run, "--windows=6", "--batch_size=4")
-    gpt, split = load_run(elastic_run, "cpu")[0].double(), tokens.Tokens(data, "val")
+    gpt = load_run(elastic_run, "cpu")[0].double()
+    split = tokens.Tokens(data, "val")
     rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 6), 17, 257))
     means = -gpt(rows[:, :-1])[0].log_softmax(-1).gather(2, rows[:, 1:, None]).mean((1, 2))
     loss = means.mean().item()
@@ -53,7 +54,9 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(evaluate, elasti
 
 def test_ranks_share_the_windows(elastic_run, data):
     """Two ranks add up to the losses of one process."""
-    gpt, split, found = load_run(elastic_run, "cpu")[0], tokens.Tokens(data, "val"), []
+    gpt = load_run(elastic_run, "cpu")[0]
+    split = tokens.Tokens(data, "val")
+    found = []
     for rank, world in ((0, 1), (0, 2), (1, 2)):
         machine = Machine("cpu", "float32")
         machine.rank, machine.world, machine.sum = rank, world, lambda *values: values
@@ -70,6 +73,7 @@ def numbers(attn="softmax", losses=(2.0,), **knobs):
         "split": "val",
         "windows": len(losses),
         "length": 16,
+        "data_hash": "fox",
         "knobs": {"attn": attn, "rule": attn, "init_from": "scratch"} | knobs,
     }
 
@@ -94,13 +98,21 @@ def test_runs_with_the_same_knobs_are_a_group_named_by_the_recipe_and_knobs_that
 def test_seeds_become_a_mean_and_a_deviation_on_the_same_windows(seed):
     one, two, other = losses = np.random.default_rng(seed).normal(5, 1, (3, 4))
     found = dict(enumerate(map(numbers, ("softmax", "softmax", "elastic"), losses)))
-    lines = tell(SimpleNamespace(split="val"), found).splitlines()
+    lines = compare(found).splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines[3:5]}
-    means, more = losses.mean(1), other - (one + two) / 2
+    means = losses.mean(1)
+    more = other - (one + two) / 2
     worse = "elastic" if more.mean() > 0 else "softmax"
     assert rows["softmax"][:3] == ["2", f"{means[:2].mean():.4f}", f"{means[:2].std(ddof=1):.4f}"]
     assert rows["elastic"][:3] == ["1", f"{means[2]:.4f}", "-"] and [*rows][1] == worse
-    assert rows[worse][4:] == [f"{abs(more.mean()):.4f}", f"{more.std(ddof=1) / 2:.4f}"]
+    # no bits per byte: tokens are not text
+    assert rows[worse][3:] == [f"{abs(more.mean()):.4f}", f"{more.std(ddof=1) / 2:.4f}"]
+
+
+@pytest.mark.parametrize("name, value", [("data_hash", "dog"), ("length", 8)])
+def test_runs_that_read_other_windows_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"a and b differ in {name}: .* and {value}.*--dataset"):
+        compare({"a": numbers(), "b": numbers() | {name: value}})
 
 
 def test_the_picture_has_the_losses_of_training_also_of_a_run_that_was_continued(

@@ -9,11 +9,11 @@ from bounds import close, dice
 from conftest import examples, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import in_every_layer, token_ids
 
+from kernels import Mask, visible
 from evals.heads import compared, correlation, summary, variation
 from evals.measures import Probe
-from kernels import Mask, visible
+from layers import in_every_layer, token_ids
 from model import GPT
 
 
@@ -75,12 +75,11 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
 def cases(draw):
     """Weights of one head in a few sequences: of either sign or not, with sinks, exact zeros and
     empty rows."""
-    T, N = draw(st.integers(1, 12) | st.sampled_from([63, 64, 65, 80])), draw(st.integers(1, 3))
-    random, mask = (
-        dice(draw(st.integers(0, 999))),
-        Mask(
-            window=draw(st.sampled_from([0, 0, 1, 4, 30])), first=draw(st.sampled_from([0, 0, 2]))
-        ),
+    T = draw(st.integers(1, 12) | st.sampled_from([63, 64, 65, 80]))
+    N = draw(st.integers(1, 3))
+    random = dice(draw(st.integers(0, 999)))
+    mask = Mask(
+        window=draw(st.sampled_from([0, 0, 1, 4, 30])), first=draw(st.sampled_from([0, 0, 2]))
     )
     i = torch.arange(T)
     seen = visible(i[:, None], i, mask)
@@ -131,11 +130,9 @@ def close_measures(found, expected):
 def test_measures_of_drawn_weights_equal_their_definitions(case):
     w, seen, extra, counted, mask, knobs, block = case
     ahead = int(extra is not None and mask.first == 0 and block % 2 == 0)
-    probe, sums, values = (
-        Probe(**knobs),
-        Probe(local=4),
-        torch.rand(len(w), 1, ahead + w.shape[1], 4),
-    )
+    probe = Probe(**knobs)
+    sums = Probe(local=4)
+    values = torch.rand(len(w), 1, ahead + w.shape[1], 4)
     for i, v in enumerate(values.split(1)):
         one = watched(
             w[i, None, None], None if extra is None else extra[i, None], mask, block, ahead
@@ -152,7 +149,9 @@ def test_measures_of_drawn_weights_equal_their_definitions(case):
 @given(cases())
 def test_views_are_measured_before_their_subtraction(case):
     w, seen, *_, mask, _, block = case
-    views, probe, v = w[[0, -1]], Probe(), torch.ones(1, 1, len(seen), 4)
+    views = w[[0, -1]]
+    probe = Probe()
+    v = torch.ones(1, 1, len(seen), 4)
     probe.see(watched(views[None, :1] - views[None, 1:], None, mask, block), v, v, v, None)
     assert all(
         probe.result()[f"{name}_{view}"].isnan() for name in ("peak", "sparsity") for view in "ab"
@@ -179,7 +178,8 @@ def test_the_importance_of_a_gated_head_is_its_mean_gate():
 def test_the_summary_of_the_measures_and_their_comparison():
     alpha = torch.tensor([[0.1, 0.2], [0.6, 0.4], [0.9, 0.8]], dtype=torch.float64)
     maps = {"alpha_sink": alpha, "alpha_local": alpha, "sigma2": alpha, "importance": 1 - alpha}
-    found, late = summary(maps, 0.5), 1 - alpha[1:]
+    found = summary(maps, 0.5)
+    late = 1 - alpha[1:]
     close(
         [
             found["dormant"],
@@ -196,6 +196,7 @@ def test_the_summary_of_the_measures_and_their_comparison():
         variation(torch.zeros(3, 4)) is None
         and correlation(torch.ones(2, 2), torch.rand(2, 2)) is None
     )
-    found, more = compared(alpha, 0.3 - alpha, "other"), 2 * alpha - 0.3  # of two data sets
+    found = compared(alpha, 0.3 - alpha, "other")
+    more = 2 * alpha - 0.3  # of two data sets
     close([found["correlation"], found["mean_difference"]], [-1, more.abs().mean()], terms=4)
     close(torch.tensor(found["difference"], dtype=torch.float64), more)

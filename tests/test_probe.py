@@ -69,7 +69,8 @@ def test_several_lengths_have_a_line_each(probed):
 
 
 def test_the_model_reads_the_chosen_input(probed, monkeypatch):
-    read, forward = {}, GPT.forward
+    read = {}
+    forward = GPT.forward
     for kind in ("data", "repeat", "random", "bos", "random "):  # the second time the same
         rows = read[kind] = []
         monkeypatch.setattr(

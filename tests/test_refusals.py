@@ -885,23 +885,6 @@ AFTER = [  # (a command line, rows: what the error says, events before it)
             )
         ],
     ),
-    # unread
-    (
-        "eval.py loss --out_dir={run},{copy}",
-        [
-            (says, event, removed("run/ckpt.pt"))
-            for says, event in (
-                (
-                    "training data .hash.: .* and 0.*--dataset",
-                    edited("copy/meta.json", lambda m: m.update(data_hash="0")),
-                ),
-                (
-                    "block_size: 16 and 8.*--length",
-                    edited("copy/meta.json", lambda m: m["knobs"].update(block_size=8)),
-                ),
-            )
-        ],
-    ),
     (
         "eval.py loss --out_dir={run} --png=out --windows=2",
         [

@@ -102,7 +102,7 @@ def test_live_tiles_of_a_trained_run_are_printed_and_hold_a_weight(elastic_run, 
             "--device=cpu",
         ]
     )
-    assert "T=16: tiles of 64 rows and keys" in capsys.readouterr().out
+    assert "T=16: live share of tiles of 64 rows and keys" in capsys.readouterr().out
     # only keys 0..63 have weights: each row of tiles has one to three, and one of them is live
     module = Attention(tiny_config(attn="relu", n_head=1, n_embd=8), 0)
     q, k = torch.ones(1, 1, 150, 8), -torch.ones(1, 1, 150, 8)

@@ -32,7 +32,8 @@ def hidden_states(draw):
 @given(hidden_states(), st.integers(1, 3))
 def test_a_stream_equals_its_definition_sequence_by_sequence(drawn, batch_size):
     h, ahead = drawn
-    stream, rows = Stream(), []
+    stream = Stream()
+    rows = []
     for part in h.split(batch_size):
         stream.see_hidden(part, ahead)
     for one in h.double():  # (ahead + T, C)
@@ -51,7 +52,8 @@ def test_a_stream_equals_its_definition_sequence_by_sequence(drawn, batch_size):
             }
         )
     mean = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
-    found, places = stream.result(), [row["at"] for row in rows]
+    found = stream.result()
+    places = [row["at"] for row in rows]
     assert (
         places.count(found["at"]) == max(map(places.count, places)) == found["at_share"] * len(rows)
     )
@@ -100,10 +102,8 @@ def test_queries_on_the_first_key_and_keys_opposite_to_it():
 @pytest.mark.parametrize("pos, norm_place", [("learned", "pre"), ("rope", "out")])
 @torch.no_grad()
 def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
-    gpt, streams = (
-        GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval(),
-        [Stream() for _ in range(4)],
-    )
+    gpt = GPT(tiny_config(pos=pos, n_layer=3, norm_place=norm_place)).eval()
+    streams = [Stream() for _ in range(4)]
     entering, after_norm = [], []
     for module in (*gpt.double().transformer.h, gpt.transformer.ln_f):
         module.register_forward_pre_hook(lambda module, inputs: entering.append(inputs[0]))
