@@ -142,11 +142,9 @@ class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
     content: of that file; path: its place, for error messages. id_hints: the model's other JSON
-    files
-    that may name the ids that begin and end a text (config.json, ...), as dicts. separator: the id
-    between two texts. None: the first that exists of <|endoftext|>, the token that the tokenizer
-    puts
-    before a text, and those that begin or end a text according to id_hints."""
+    files that may name the ids that begin and end a text (config.json, ...), as dicts. separator:
+    the id between two texts. None: the first that exists of <|endoftext|>, the token that the
+    tokenizer puts before a text, and those that begin or end a text according to id_hints."""
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
         self.content = self.exported = content

@@ -6,10 +6,8 @@
 
 About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files
 are read, never imported. Tests are left out. About one file in twenty, chosen by a hash of its
-name,
-is held out for validation. The text differs a little between Python versions, so compare losses
-only
-on one machine.
+name, is held out for validation. The text differs a little between Python versions, so compare
+losses only on one machine.
 """
 
 import platform

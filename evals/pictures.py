@@ -122,7 +122,7 @@ def draw_recipes(path, groups, panels):
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
         ax.figure.supxlabel(
-            "a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it",
+            "a bar is the mean over runs, a dot one run; a cut-off bar has its value beside it",
             fontsize=9,
         )
 

@@ -299,7 +299,7 @@ FIT = [  # (run, data set, the folder found or what is refused)
     ),
     ("bytes", "./foxes", "not a data set .*--tokenizer=bytes$"),
     ("namesake", "books", "books-toy is not a data set"),
-    ("other", "books", "other is not a data set .*--tokenizer=other$"),
+    ("other", "books", "books is not a data set .*--tokenizer=other$"),
     (None, "plays", "plays/meta.json is missing"),
 ]
 
