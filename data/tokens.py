@@ -32,7 +32,7 @@ import numpy as np
 
 from common import files
 from common.flags import Parser
-from data.coders import content_of, keep_tokenizer, same_tokenizer, tokenizer, tokenizer_name
+from data.coders import content_of, keep_tokenizer, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
 
@@ -324,7 +324,9 @@ def data_for(run, dataset, machine):
     if machine.local_rank == 0 and dataset in MADE_HERE and not (folder / "meta.json").exists():
         make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
-    if name and not same_tokenizer(folder, run):
+    # the same tokenizer has the same name, and the same tokenizer.json if both folders have one
+    contents = {content_of(folder), content_of(run)} - {None} if name else set()
+    if name and (name != tokenizer_name(folder) or len(contents) > 1):
         command = f"{script_of(HERE / dataset)} {as_flag}"
         if name == "numbers":
             command = "python data/backcopy.py"
