@@ -333,7 +333,7 @@ def draw(path, numbers):
         for name, row in numbers["table"].items()
         if row["speed"] and (row["over softmax"] or name == "softmax")
     }
-    with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):
+    with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.13}) as ((ax,),):
         ax.set_yscale("symlog", linthresh=0.02)  # most lie near 0, a few far above
         ticks = (-0.2, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
         ax.set_yticks(ticks, map(str, ticks))
