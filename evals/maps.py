@@ -198,33 +198,36 @@ def maps_of(run, ids, args):
         watch(model, see, rows, run.machine)
     if not args.html:
         return kinds, {}
+    norms = {"value_norms": value_norms, "stream": stream}
+    return kinds, {"about": about(run)} | measures_of(run, rows, probes, args.cost) | norms
+
+
+def about(run):
+    """What the page says of a run's recipe."""
+    now, knobs = vars(run.model.config), run.meta["knobs"]
+    attn, trained = now["layers"] or now["attn"], knobs.get("layers") or knobs["attn"]
+    text = f"--attn={attn}"
+    if not run.has_weights:
+        text += ": derivatives of outputs by values, since this recipe has no attention weights"
+    return text if attn == trained else f"{text}; the model was trained with {trained}"
+
+
+def measures_of(run, rows, probes, cost):
+    """The page's measures (layers, heads). probes: those of each kind, {kind: [of each layer]}."""
     measures, hidden = {}, {}
     for name in IN_GRID:
         seen, hidden[name] = ([layer.numbers()[name] for layer in probes[kind]] for kind in probes)
         # the last two are 0 in most recipes
         if name not in ("extra", "negative") or np.any(seen):
             measures[name] = seen
-    if args.cost:
-        L, H = len(modules), modules[0].heads
+    if cost:
+        L, H = np.shape(seen)
         chosen = torch.eye(L * H, dtype=torch.bool).view(-1, L, H)  # one head at a time
         alone = [("", "", 1, [output_zeroed(head)]) for head in chosen]
-        lines = costs(alone, model, rows, run.machine, 1)["changes"]
-        found = np.reshape([round(line["loss_change"], 6) for line in lines], (L, H))
-        measures["cost"] = found.tolist()
-    now, knobs = vars(model.config), run.meta["knobs"]
-    attn, trained = now["layers"] or now["attn"], knobs.get("layers") or knobs["attn"]
-    about = f"--attn={attn}"
-    if not run.has_weights:
-        about += ": derivatives of outputs by values, since this recipe has no attention weights"
-    if attn != trained:
-        about += f"; the model was trained with {trained}"
-    return kinds, {
-        "about": about,
-        "measures": measures,
-        "hidden_measures": hidden,
-        "value_norms": value_norms,
-        "stream": stream,
-    }
+        lines = costs(alone, run.model, rows, run.machine, 1)["changes"]
+        found = [round(line["loss_change"], 6) for line in lines]
+        measures["cost"] = np.reshape(found, (L, H)).tolist()
+    return {"measures": measures, "hidden_measures": hidden}
 
 
 def probe_of(module, w, hides):
@@ -246,15 +249,13 @@ def in_words(numbers):
     w = torch.tensor([found["weights"] for found in numbers["maps"]])  # (maps, T, keys)
     rows = []
     for i, query in enumerate(queries):
-        most, top = w[:, i].abs().max(-1)
-        cells = [f"{keys[key]} {w[m, i, key]:5.2f}" for m, key in enumerate(top)]
-        rows.append(
-            [query, *(cell if some else "-" for cell, some in zip(cells, most, strict=True))]
-        )
-    names = {"(extra key)": "extra key, all rows", "(sink token)": "sink token, all rows"}
-    for column, mean in enumerate(w.mean(1).T[: first + 1]):
-        name = names.get(keys[column], "first token, all rows")
-        rows.append([name, *(f"{weight:.3f}" for weight in mean)])
+        cells = []
+        for m, key in enumerate(w[:, i].abs().argmax(-1)):
+            weight = w[m, i, key]
+            cells.append(f"{keys[key]} {weight:5.2f}" if weight else "-")
+        rows.append([query, *cells])
+    for name, mean in zip([*keys[:first], "first token"], w.mean(1).T, strict=False):
+        rows.append([f"{name.strip('()')}, all rows", *(f"{weight:.3f}" for weight in mean)])
     titles = ["{layer}.{head} {kind}".format(**found) for found in numbers["maps"]]
     header = ["", *(title.removesuffix(" weights") for title in titles)]
     return (
@@ -349,15 +350,10 @@ def scale_of(runs):
     return {"cmap": "RdBu_r" if signed else "Blues", "norm": norm}, "max" if beyond else "neither"
 
 
-def later_keys(numbers):
-    """The mask (T, keys) of the keys that a row does not see because they come later."""
-    T, keys = len(numbers["queries"]), len(numbers["keys"])
-    return np.triu(np.ones((T, keys), bool), 1 + keys - T)
-
-
 def draw_map(ax, numbers, one, side, colours):
     """Draw one map, `side` inches wide. Returns its image."""
-    w, later, keys = np.array(one["weights"]), later_keys(numbers), numbers["keys"]
+    w, keys = np.array(one["weights"]), numbers["keys"]  # (T, keys)
+    later = np.triu(np.ones_like(w, bool), 1 + len(keys) - len(w))  # after the query
     yellow = pyplot().matplotlib.colors.ListedColormap(["#fff3c4"])
     ax.set_axis_on()
     ax.set_facecolor("0.93")  # later keys are grey, exact zeros yellow

@@ -63,10 +63,8 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     close([torch.tensor(m["weights"]) for m in found["maps"]], whole)  # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.ahead
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
-    assert (
-        found["keys"] == ["(extra key)"] * extra + found["queries"]
-        and found["first"] == extra + ahead
-    )
+    assert found["keys"] == ["(extra key)"] * extra + found["queries"]
+    assert found["first"] == extra + ahead
     assert "first token, all rows" in said and ("extra key, all rows" in said) == extra
     if attn in ("kv_bias", "diff_rela"):  # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
@@ -147,11 +145,9 @@ def test_the_page_has_the_numbers_of_json(page):
 def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
     for run in page[1][:2]:  # softmax, and softmax1, whose extra key gets a part of the weight
         for found in run["maps"]:
-            w, hidden, first = (
-                torch.tensor(found["weights"]),
-                torch.tensor(found["hidden"]),
-                run["first"],
-            )
+            w = torch.tensor(found["weights"])
+            hidden = torch.tensor(found["hidden"])
+            first = run["first"]
             w[1:, first] = 0
             close(hidden, w / w.sum(1, keepdim=True), dtype=torch.float32)
             measured = {
