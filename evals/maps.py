@@ -100,9 +100,9 @@ def command(args, run):
         extremes = dict.fromkeys([sink.argmax().item(), sink.argmin().item()])
         for head in heads or [*extremes][: 1 if args.views else 2]:
             shown = {kind: six_digits(w[head]) for kind, w in kinds[layer].items()}
-            more = {"hidden": shown.pop("hidden")} if args.html else {}
-            more |= {"layer": layer, "head": head}
-            maps += [{"kind": kind, "weights": w} | more for kind, w in shown.items()]
+            hidden = {"hidden": shown.pop("hidden")} if args.html else {}
+            place = {"layer": layer, "head": head}
+            maps += [place | {"kind": kind, "weights": w} | hidden for kind, w in shown.items()]
     numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
     return numbers, f"open {args.html} in a browser" if args.html else in_words(numbers)
 

@@ -68,7 +68,7 @@ MEANINGS = {  # name: its meaning, printed below the tables
 }
 
 BIAS = {
-    "distance bias": "added to the score at each distance, mean over heads; minus Lazy's b",
+    "distance bias": "added to the score at each distance, mean over heads; Lazy Attention's -b",
     "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances",
 }
 

@@ -62,10 +62,18 @@ def draw_rows(path, rows):
         )
 
 
-def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
-    """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows,
-    columns) are given. None in either stays empty. bar: the label of a colour bar, None for no bar.
-    Returns the image."""
+def heat_map(
+    ax,
+    cells,  # (rows, columns)
+    colours,
+    numbers=None,  # (rows, columns)
+    xlabel="head",
+    ylabel="layer",
+    title="",
+    bar=None,
+):
+    """Draw cells as colours, with a number in each cell if `numbers` are given. None in either
+    stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
     cells = np.array(cells, float)  # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
