@@ -105,7 +105,7 @@ def command(args, run):
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its
     figures}}]}."""
-    groups.check(run)
+    groups.focus_of(run)  # raises ValueError
     K, window, before = (
         run.model.transformer.h[0].attn.groups,
         run.model.config.window,
@@ -164,7 +164,7 @@ def at_length(args, run, forms, T):
             in_form(form)(one[:, :-1])
 
     in_form("soft")
-    mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
+    mean = groups.mean_of(groups.look(args, run, T)[2])
     (one,) = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
     seconds = machine.race({form: partial(read, form) for form in forms}, args.repeats)
     for rows in batches(run, args, T):
