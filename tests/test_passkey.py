@@ -30,12 +30,8 @@ def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(character
         "The pass key is 12345. Remember it. 12345 is the pass key.",
         "What is the pass key? The pass key is",
     ]
-    whole = " ".join(
-        [
-            "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-        ]
-        * 9
-    )
+    sentences = "The grass is green. The sky is blue. The sun is yellow. Here we go. "
+    whole = " ".join([f"{sentences}There and back again."] * 9)
     assert whole.startswith(before)
     assert whole.startswith(after)
     assert len(before + after) == characters
