@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name
-# contains
+# dense TFLOP/s in 16 bits, from the data sheets; the first name that is a part of the device's name
+# counts
 PEAK_TFLOPS = {
     "GH200": 989,
     "H200": 989,
@@ -61,9 +61,8 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            # Imported later, their functions would keep the group as a default argument. The
-            # group's threads would then outlive close(), and now and then abort the process at its
-            # end.
+            # Imported later, their functions would keep the group as a default argument. Its
+            # threads would then outlive close(), and now and then abort the process at its end.
             for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
                 importlib.import_module(name)
             check_launcher()
@@ -134,8 +133,7 @@ class Machine:
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # the device sleeps about 1 ms, so that Python queues the kernels first: launching is
-            # not timed
+            # while the device sleeps for about 1 ms, Python queues the kernels: it is not timed
             torch.cuda._sleep(2_000_000)
             start.record()
             run()
@@ -172,7 +170,7 @@ class Machine:
 
 def end_with_parent():
     """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would
-    otherwise train on, and write into the folder in which the next call of its parent trains.
+    otherwise go on training, and write into the folder in which the next call of its parent trains.
     Raises ValueError if the instrument that started this process has ended already."""
     set_signal_of_parents_death = 1  # from prctl.h
     with contextlib.suppress(OSError, AttributeError):

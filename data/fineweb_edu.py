@@ -9,8 +9,8 @@ larger runs, in GPT-2 byte pairs.
                                                     goes to data/fineweb_edu-smollm2
 
 Each document begins with the separator. A shard is full after the document with which it has
-100 M tokens: val_000000.bin first, then train_000000.bin and so on. The last one has what is left,
-which is normal. Memory holds a few documents at a time.
+100 M tokens: val_000000.bin first, then train_000000.bin and so on. The last shard is shorter.
+Memory holds a few documents at a time.
 
 You can stop or kill it and start it again: after each shard, meta.json records which document of
 the source is next, so the files are the same.
@@ -97,7 +97,7 @@ def resume(out, plan, coder):
 def prepare(args):
     if args.shard_tokens < 1 or args.train_shards < 0:
         raise ValueError("--shard_tokens must be at least 1 and --train_shards at least 0")
-    coder, out, size = tokens.settle(args, "fineweb_edu"), args.out_dir, args.shard_tokens
+    coder, out, size = tokens.tokenizer_of(args, "fineweb_edu"), args.out_dir, args.shard_tokens
     # the source files' names and sizes, by which a restart recognises them
     if args.source:
         paths = tokens.source_files(args.source, (".parquet", ".jsonl", ".txt"))
@@ -109,7 +109,7 @@ def prepare(args):
     if any(path.suffix == ".parquet" for path in paths):
         files.optional("pyarrow.parquet")  # fail before a long download
     plan = {"dataset": "fineweb_edu", "shard_tokens": size, "files": names}
-    meta = resume(out, plan | tokens.described(coder), coder)
+    meta = resume(out, plan | tokens.tokenizer_entries(coder), coder)
     stream = documents_from(paths, coder, meta["next"])
     shards = meta["shards"]
     while not args.train_shards or len(shards) <= args.train_shards:

@@ -25,7 +25,7 @@ SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycac
 
 
 def prepare(args):
-    coder, parts = tokens.settle(args, "stdlib"), {"train": [], "val": []}
+    coder, parts = tokens.tokenizer_of(args, "stdlib"), {"train": [], "val": []}
     names = (path.relative_to(args.source) for path in args.source.rglob("*.py"))
     for name in sorted(names, key=Path.as_posix):  # independent of the file system
         if not SKIP & set(name.parts):

@@ -89,7 +89,7 @@ def prepare(args):
     files.check_name(args.name, "--name")  # --out_dir takes any folder
     if not args.out_dir and args.name in {*tokens.DATA_SETS} - {"text"}:
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
-    coder, source = tokens.settle(args, args.name), args.source
+    coder, source = tokens.tokenizer_of(args, args.name), args.source
     sizes, paths = {}, tokens.source_files(source)
     for path in paths:
         with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):

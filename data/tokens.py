@@ -215,15 +215,15 @@ def write_data_set(out, coder, splits, **entries):
     """Write a data set of one shard per split. splits: {split: pieces}; pieces and coder: those of
     write_shard. entries: more of meta.json."""
     begin(out, coder)
-    meta = entries | (described(coder) if coder else {}) | {"shards": {}}
+    meta = entries | (tokenizer_entries(coder) if coder else {}) | {"shards": {}}
     for split, pieces in splits.items():
         meta["shards"][f"{split}.bin"] = write_shard(out / f"{split}.bin", pieces, coder)
     files.write_json(out / "meta.json", meta)
     summarize(out, meta)
 
 
-def described(coder):
-    """The entries of meta.json on a tokenizer."""
+def tokenizer_entries(coder):
+    """The entries of meta.json that describe a tokenizer."""
     found = {"tokenizer": coder.name, "vocab_size": coder.vocab_size}
     return found | ({"separator": coder.separator} if coder.content else {})
 
@@ -296,7 +296,7 @@ def script_of(folder):
     return f"python data/{known}.py" if known else f"python data/text.py --source=... --name={name}"
 
 
-def home(dataset, tokenizer, public):
+def default_folder(dataset, tokenizer, public):
     """The folder that a script writes: data/<dataset>-<tokenizer> for a public model's tokenizer,
     otherwise data/<dataset>. data/stdlib is in bytes, because train.py makes it by itself."""
     usual = MADE_HERE.get(dataset)
@@ -311,7 +311,7 @@ def data_folder(dataset, run=None):
         return Path(dataset)
     files.check_name(dataset, "--dataset")
     name = tokenizer_name(run) or MADE_HERE.get(dataset)
-    found = home(dataset, name, run and content_of(run))
+    found = default_folder(dataset, name, run and content_of(run))
     return found if found.exists() or dataset in MADE_HERE else HERE / dataset
 
 
@@ -462,12 +462,12 @@ def flags(doc, dataset, tokenizer):
     return parser
 
 
-def settle(args, dataset):
+def tokenizer_of(args, dataset):
     """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
     coder = tokenizer(args.tokenizer)
     if coder.name == "numbers":
         raise ValueError(
             f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2"
         )
-    args.out_dir = args.out_dir or home(dataset, coder.name, coder.content)
+    args.out_dir = args.out_dir or default_folder(dataset, coder.name, coder.content)
     return coder

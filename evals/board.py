@@ -237,7 +237,7 @@ def flags_of(name):
 
 
 def layers_of(name):
-    """The recipes of its layers: several for one with --layers."""
+    """The recipe of each layer: several if its flags have --layers."""
     return [layer for layer, _ in pattern(flags_of(name)[0].partition("=")[2])]
 
 
@@ -292,7 +292,7 @@ def quantile(degrees):
 
 def cost_of(name, rows):
     """{"speed", "kib"} of a recipe, means of time and of KiB over its layers; {} if they are
-    unknown, as for flags of other axes, which take time."""
+    unknown, such as those of flags of other axes."""
     costs = [rows.get((layer, None, None)) for layer in layers_of(name)]
     further = [flag for flag in flags_of(name)[1:] if not flag.startswith("--attn_args=")]
     if None in costs or further:

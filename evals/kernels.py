@@ -15,7 +15,7 @@ import kernels
 from evals.instrument import table, whole_numbers
 
 COLUMNS = ("forward", "backward", "ratio")
-# torch's names of its fused softmaxes; only the last one also computes in float32
+# torch's names of its fused softmaxes; only the last one can compute in float32
 RIVALS = {
     "sdpa flash": "FLASH_ATTENTION",
     "sdpa cudnn": "CUDNN_ATTENTION",
@@ -100,8 +100,8 @@ def cases_of(q, k, v):
         attend, make_mask = (
             torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask)
         )
-        # not compiled, it would hold T x T pairs. Made in the first call, so it fails in this case
-        # alone
+        # Not compiled, the mask would hold T x T pairs. It is made in the first call, so that only
+        # this case fails.
         mask = cache(
             lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
         )

@@ -256,7 +256,7 @@ def shelf(tmp_path, monkeypatch):
 import sys
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
-coder = tokens.settle(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
+coder = tokens.tokenizer_of(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
 ids = dict(train=[coder.encode("one")], val=[coder.encode("two")])
 tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib")
 """)
