@@ -139,8 +139,7 @@ def optional(module):
 
 # torch's words if float32 cannot hold a number
 TOO_LARGE = "cannot be converted to type float without overflow"
-# torch's words if a tensor does not fit into this memory, and (the last two) if it cannot fit into
-# any
+# torch's words if a tensor does not fit into this memory, and (the last two) into any memory
 NO_MEMORY = (
     "out of memory|can't allocate memory|not enough memory|size calculation overflowed|"
     "multiplication overflow"
@@ -155,7 +154,7 @@ def one_line_errors():
     If one of them is closed (>&-), its text is lost, and the command continues."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # so Python marks a closed one
+        if stream is None:  # Python's mark of a closed stream
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# dense TFLOP/s in 16 bits, from the data sheets, by the first of these words that the device's name
-# contains
+# dense TFLOP/s in 16 bits, from the data sheets; the first name that is a part of the device's name
+# counts
 PEAK_TFLOPS = {
     "GH200": 989,
     "H200": 989,
@@ -43,16 +43,13 @@ class Machine:
 
     def __init__(self, device="auto", dtype="auto"):
         # torchrun sets these; without it there is one rank
-        usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        given = {name: os.environ.get(name, value) for name, value in usual.items()}
-        numbers = [int(text) if text.isdecimal() else -1 for text in given.values()]
-        self.rank, self.local_rank, self.world = numbers
-        alone = self.world > 1 and "RANK" not in os.environ
-        if not 0 <= self.rank < self.world or self.local_rank < 0 or alone:
-            words = " ".join(f"{name}={os.environ.get(name, 'not set')}" for name in usual)
+        self.rank = int(os.environ.get("RANK", 0))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        if not 0 <= self.rank < self.world:
             raise ValueError(
-                f"{words} name no rank: they must be whole numbers, and RANK in "
-                "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them"
+                f"RANK={self.rank} must be in 0..{self.world - 1}, below WORLD_SIZE: let torchrun "
+                "set these variables, or unset them"
             )
         self.main = self.rank == 0  # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument
@@ -64,9 +61,8 @@ class Machine:
         if self.device.type == "cpu":
             keep_freed_memory()
         if self.world > 1 and not dist.is_initialized():
-            # Imported later, their functions would keep the group as a default argument. The
-            # group's threads would then outlive close(), and now and then abort the process at its
-            # end.
+            # Imported later, their functions would keep the group as a default argument. Its
+            # threads would then outlive close(), and now and then abort the process at its end.
             for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
                 importlib.import_module(name)
             check_launcher()
@@ -124,11 +120,11 @@ class Machine:
     def peak_flops(self):
         """FLOP/s of dense products in this precision, from the device's data sheet; None if
         unknown."""
-        cuda = self.device.type == "cuda" and self.dtype != "float32"
-        name = torch.cuda.get_device_name(self.device) if cuda else ""
-        for words, tera in PEAK_TFLOPS.items():
-            if re.search(rf"\b{words}\b", name):
-                return 1e12 * tera
+        if self.device.type == "cuda" and self.dtype != "float32":
+            name = torch.cuda.get_device_name(self.device)
+            for words, tera in PEAK_TFLOPS.items():
+                if re.search(rf"\b{words}\b", name):
+                    return 1e12 * tera
         return None
 
     def seconds(self, run):
@@ -137,8 +133,7 @@ class Machine:
         if self.device.type == "cuda":
             torch.empty(1 << 28, dtype=torch.int8, device=self.device).zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # the device sleeps about 1 ms, so that Python queues the kernels first: launching is
-            # not timed
+            # while the device sleeps for about 1 ms, Python queues the kernels: it is not timed
             torch.cuda._sleep(2_000_000)
             start.record()
             run()
@@ -175,7 +170,7 @@ class Machine:
 
 def end_with_parent():
     """Tell Linux to kill this process when the one that started it ends, even by kill -9. It would
-    otherwise train on, and write into the folder in which the next call of its parent trains.
+    otherwise go on training, and write into the folder in which the next call of its parent trains.
     Raises ValueError if the instrument that started this process has ended already."""
     set_signal_of_parents_death = 1  # from prctl.h
     with contextlib.suppress(OSError, AttributeError):
@@ -202,12 +197,8 @@ def check_launcher():
 def pick_device(name, local_rank):
     """cuda, then mps, then cpu; each rank gets a GPU of its own."""
     if name == "auto":
-        available = {
-            "cuda": torch.cuda.is_available(),
-            "mps": torch.backends.mps.is_available(),
-            "cpu": True,
-        }
-        name = next(name for name in available if available[name])
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else name
     try:
         device = torch.device(name)
         if device.type not in ("cuda", "mps", "cpu"):

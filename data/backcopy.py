@@ -77,26 +77,19 @@ def prepare(args):
 if __name__ == "__main__":
     parser = Parser(description=__doc__)
     parser.add_argument("--out_dir", type=Path, default=Path(__file__).with_name("backcopy"))
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the table, the triggers and the sequences"
-    )
-    parser.add_argument(
-        "--length", type=int, default=64, help="symbols in a sequence: at least --block_size"
-    )
-    parser.add_argument("--sequences", type=int, default=40_000)
-    parser.add_argument("--val_sequences", type=int, default=2_000)
+    for name, default, meaning in (
+        ("seed", 0, "seed of the table, the triggers and the sequences"),
+        ("length", 64, "symbols in a sequence: at least --block_size"),
+        ("sequences", 40_000, "sequences to train on"),
+        ("val_sequences", 2_000, "sequences to hold out"),
+        ("fixed_at", -1, "put one fixed token at this position of every sequence; -1: none"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=meaning)
     parser.add_argument(
         "--no_bos",
         dest="bos",
         action="store_false",
         help="begin with a random symbol instead of BOS",
-    )
-    parser.add_argument(
-        "--fixed_at",
-        type=int,
-        default=-1,
-        metavar="POSITION",
-        help="put one fixed token at this position of every sequence",
     )
     with files.one_line_errors():
         prepare(parser.parse_args())

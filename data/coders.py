@@ -73,12 +73,12 @@ class Numbers:
     name, separator, content, exported = "numbers", None, None, None
 
     def encode(self, text):
-        words = text.split()
-        if not all(word.isdecimal() and int(word) < 1 << 16 for word in words):
+        try:
+            return np.array([int(word) for word in text.split()], dtype=np.uint16)
+        except (ValueError, OverflowError):
             raise ValueError(
                 f"the tokens are symbols here: write a prompt as numbers and spaces, not {text!r}"
-            )
-        return np.array([int(word) for word in words], dtype=np.uint16)
+            ) from None
 
     def decode(self, ids):
         return " ".join(str(int(i)) for i in ids)
@@ -142,11 +142,9 @@ class Tokenizer:
     """What a tokenizer.json in Hugging Face's format describes, by the package tokenizers.
 
     content: of that file; path: its place, for error messages. id_hints: the model's other JSON
-    files
-    that may name the ids that begin and end a text (config.json, ...), as dicts. separator: the id
-    between two texts. None: the first that exists of <|endoftext|>, the token that the tokenizer
-    puts
-    before a text, and those that begin or end a text according to id_hints."""
+    files that may name the ids that begin and end a text (config.json, ...), as dicts. separator:
+    the id between two texts. None: the first that exists of <|endoftext|>, the token that the
+    tokenizer puts before a text, and those that begin or end a text according to id_hints."""
 
     def __init__(self, content, name, path, id_hints=(), separator=None):
         self.content = self.exported = content
@@ -254,8 +252,8 @@ def tokenizer(name):
         if content := content_of(folder):
             known_as = tokenizer_name(folder) or folder.resolve().name
             separator = meta_of(folder).get("separator")
-            hints = id_hints_in(folder) if separator is None else ()
-            return Tokenizer(content, known_as, folder / "tokenizer.json", hints, separator)
+            path, hints = folder / "tokenizer.json", id_hints_in(folder)
+            return Tokenizer(content, known_as, path, hints, separator)
         if coder := with_name(tokenizer_name(folder)):  # of a run or a data set
             return coder
     raise ValueError(
@@ -270,13 +268,6 @@ def with_name(name):
     if found := re.fullmatch("gpt2-([0-9]+)", name or ""):
         return GPT2(int(found[1]))
     return TOKENIZERS[name]() if name in TOKENIZERS else None
-
-
-def same_tokenizer(folder, other):
-    """Do two folders (runs or data sets) use the same tokenizer? It has the same name in both, and
-    the same tokenizer.json if both have one."""
-    contents = {content_of(folder), content_of(other)} - {None}
-    return tokenizer_name(folder) == tokenizer_name(other) and len(contents) < 2
 
 
 # ------------------------------------------------------------ what a folder says of its tokenizer

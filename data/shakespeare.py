@@ -24,7 +24,7 @@ SIZE, SHA256 = 1115394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57
 
 
 def prepare(args):
-    coder = tokens.settle(args, "shakespeare")
+    coder = tokens.tokenizer_of(args, "shakespeare")
     source = args.source or args.out_dir / "input.txt"
     if not args.source and not source.exists():
         download(URL, source, SIZE, SHA256, "Tiny Shakespeare", "name a local copy with --source")

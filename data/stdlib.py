@@ -6,10 +6,8 @@
 
 About 12 MB of source text under 257 symbols (256 bytes and a separator before each file). The files
 are read, never imported. Tests are left out. About one file in twenty, chosen by a hash of its
-name,
-is held out for validation. The text differs a little between Python versions, so compare losses
-only
-on one machine.
+name, is held out for validation. The text differs a little between Python versions, so compare
+losses only on one machine.
 """
 
 import platform
@@ -27,7 +25,7 @@ SKIP = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycac
 
 
 def prepare(args):
-    coder, parts = tokens.settle(args, "stdlib"), {"train": [], "val": []}
+    coder, parts = tokens.tokenizer_of(args, "stdlib"), {"train": [], "val": []}
     names = (path.relative_to(args.source) for path in args.source.rglob("*.py"))
     for name in sorted(names, key=Path.as_posix):  # independent of the file system
         if not SKIP & set(name.parts):

@@ -13,13 +13,11 @@ Each document begins with a separator.
 With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and the target of the
 last one. The separator replaces the token at place 16 of each. Does a token that is always at the
 same place become the sink? (Lazy Attention, section 3.1 and figure 2a. Train with --block_size up
-to
-that length, then measure with eval.py probe.)
+to that length, then measure with eval.py probe.)
 
 --val names the files to hold out for validation. Without it, whole documents are held out, up to
 --val_share of the bytes, in a random but fixed order. If there is only one document, its end is
-held
-out.
+held out.
 """
 
 import contextlib
@@ -36,41 +34,40 @@ from data import tokens
 
 def held_out(sizes, args):
     """Which documents are held out: an array of bool, in the order of the files. sizes: {file:
-    sizes
-    in bytes of its documents}.
+    sizes in bytes of its documents}.
 
     With --val: all documents of the files that it names, with or without folder and ending.
     Otherwise: documents in a fixed random order as long as they fit into --val_share, or the
-    shortest
-    one if the first does not fit."""
-    lengths = np.concatenate(list(sizes.values()))
+    shortest one if the first does not fit."""
     if not args.val:
-        mask = np.zeros(len(lengths), bool)
+        lengths = np.concatenate(list(sizes.values()))
         order = np.random.default_rng(0).permutation(len(lengths))
+        mask = np.zeros(len(lengths), bool)
         mask[order[np.cumsum(lengths[order]) <= args.val_share * lengths.sum()]] = True
         if not mask.any():
             mask[lengths.argmin()] = True
         return mask
-    forms = [
-        {path.name, path.name.split(".")[0], str(path.relative_to(args.source)), str(path)}
-        for path in sizes
-    ]
-    for name in args.val:
-        if not any(name in form for form in forms):
-            known = ", ".join(sorted(path.name for path in sizes)[:20])
-            raise ValueError(f"--val {name}: no such file in {args.source}, choose from {known}")
-    named = [bool(form & set(args.val)) for form in forms]
+    named, missing = [], set(args.val)
+    for path, documents in sizes.items():
+        relative = str(path.relative_to(args.source))
+        forms = {path.name, path.name.split(".")[0], relative, str(path)}
+        named += [bool(forms & set(args.val))] * len(documents)
+        missing -= forms
+    if missing:
+        known = ", ".join(sorted(path.name for path in sizes)[:20])
+        raise ValueError(
+            f"--val {min(missing)}: no such file in {args.source}, choose from {known}"
+        )
     if all(named):
         raise ValueError(
             "--val holds out everything, so nothing is left to train on: name fewer files"
         )
-    return np.repeat(named, [len(of_file) for of_file in sizes.values()])
+    return np.array(named)
 
 
-def texts_of(paths, mask, wanted):
+def texts_of(paths, mask):
     """The texts of one split, read from the files again: memory holds only a few at a time."""
-    texts = itertools.chain.from_iterable(map(tokens.documents, paths))
-    return (text for text, is_held_out in zip(texts, mask, strict=True) if is_held_out == wanted)
+    return itertools.compress(itertools.chain.from_iterable(map(tokens.documents, paths)), mask)
 
 
 def fixed(args, separator, pieces):
@@ -92,7 +89,7 @@ def prepare(args):
     files.check_name(args.name, "--name")  # --out_dir takes any folder
     if not args.out_dir and args.name in {*tokens.DATA_SETS} - {"text"}:
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
-    coder, source = tokens.settle(args, args.name), args.source
+    coder, source = tokens.tokenizer_of(args, args.name), args.source
     sizes, paths = {}, tokens.source_files(source)
     for path in paths:
         with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
@@ -115,18 +112,17 @@ def prepare(args):
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         mask = held_out(sizes, args)
-        splits = {"train": texts_of(sizes, mask, False), "val": texts_of(sizes, mask, True)}
+        splits = {"train": texts_of(sizes, ~mask), "val": texts_of(sizes, mask)}
     print(
         f"source: {count} documents in {len(sizes)} files of {source}; "
         f"{len(paths) - len(sizes)} files without text skipped"
     )
-    ids, entries = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}, {}
+    ids = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}
+    entries = {"dataset": args.name, "source": str(source)}
     if args.fixed_at >= 0:  # windows begin where sequences begin
         ids = {split: fixed(args, coder.separator, pieces) for split, pieces in ids.items()}
-        entries = {"stride": args.length + 1, "fixed_at": args.fixed_at}
-    tokens.write_data_set(
-        args.out_dir, coder, ids, dataset=args.name, source=str(source), **entries
-    )
+        entries |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
+    tokens.write_data_set(args.out_dir, coder, ids, **entries)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import numpy as np
 
 from common import files
 from common.flags import Parser
-from data.coders import content_of, keep_tokenizer, same_tokenizer, tokenizer, tokenizer_name
+from data.coders import content_of, keep_tokenizer, tokenizer, tokenizer_name
 
 HERE = Path(__file__).parent
 
@@ -48,20 +48,15 @@ def source_files(source, endings=None):
     endings: the accepted ones, without .gz; None: all."""
     if not source.exists():
         raise ValueError(f"--source={source} does not exist: name a file or a folder")
-    found = (
-        [source]
-        if source.is_file()
-        else [
-            path
-            for path in source.rglob("*")
-            if path.is_file() and "/." not in f"/{path.relative_to(source).as_posix()}"
-        ]
-    )
-    wanted = [path for path in found if endings is None or ending(path) in endings]
-    if not wanted:
+    found = []
+    for path in [source] if source.is_file() else source.rglob("*"):
+        hidden = "/." in f"/{path.relative_to(source).as_posix()}" and path != source
+        if path.is_file() and not hidden and (endings is None or ending(path) in endings):
+            found.append(path)
+    if not found:
         which = f" that end in {' '.join(endings)} (or these with .gz)" if endings else ""
         raise ValueError(f"--source={source} holds no files{which}: name another folder")
-    return sorted(wanted, key=Path.as_posix)
+    return sorted(found, key=Path.as_posix)
 
 
 def ending(path):
@@ -72,14 +67,10 @@ def ending(path):
 def documents(path):
     """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the
     whole file. Empty rows are left out."""
-    match ending(path):
-        case ".parquet":
-            texts = parquet_texts(path)
-        case ".jsonl":
-            texts = jsonl_texts(path)
-        case _:
-            texts = [read_text(path)]
-    yield from (text for text in texts if text and not text.isspace())
+    readers = {".parquet": parquet_texts, ".jsonl": jsonl_texts}
+    for text in readers.get(ending(path), lambda path: [read_text(path)])(path):
+        if text and not text.isspace():
+            yield text
 
 
 def parquet_texts(path):
@@ -224,17 +215,15 @@ def write_data_set(out, coder, splits, **entries):
     """Write a data set of one shard per split. splits: {split: pieces}; pieces and coder: those of
     write_shard. entries: more of meta.json."""
     begin(out, coder)
-    meta = entries | (described(coder) if coder else {})
-    meta["shards"] = {
-        f"{split}.bin": write_shard(out / f"{split}.bin", pieces, coder)
-        for split, pieces in splits.items()
-    }
+    meta = entries | (tokenizer_entries(coder) if coder else {}) | {"shards": {}}
+    for split, pieces in splits.items():
+        meta["shards"][f"{split}.bin"] = write_shard(out / f"{split}.bin", pieces, coder)
     files.write_json(out / "meta.json", meta)
     summarize(out, meta)
 
 
-def described(coder):
-    """The entries of meta.json on a tokenizer."""
+def tokenizer_entries(coder):
+    """The entries of meta.json that describe a tokenizer."""
     found = {"tokenizer": coder.name, "vocab_size": coder.vocab_size}
     return found | ({"separator": coder.separator} if coder.content else {})
 
@@ -248,9 +237,7 @@ def begin(out, coder=None):
 
 def summarize(out, meta):
     """Print how many tokens a data set has."""
-    train, val = (
-        sum(row["tokens"] for row in shards_of(meta, split)) for split in ("train", "val")
-    )
+    train, val = (sum(row["tokens"] for row in shards_of(meta, name)) for name in ("train", "val"))
     print(
         f"data: {meta['dataset']}, {meta['tokenizer']}: {train:,} tokens to train on, {val:,} held "
         f"out, in {out}"
@@ -309,24 +296,23 @@ def script_of(folder):
     return f"python data/{known}.py" if known else f"python data/text.py --source=... --name={name}"
 
 
-def home(dataset, name, content):
-    """The folder for a data set in some tokenizer: data/<dataset>-<its name> for one with a
-    tokenizer.json, of which `content` is the content, and otherwise data/<dataset>. data/stdlib is
-    in
-    bytes, because train.py makes it by itself."""
+def default_folder(dataset, tokenizer, public):
+    """The folder that a script writes: data/<dataset>-<tokenizer> for a public model's tokenizer,
+    otherwise data/<dataset>. data/stdlib is in bytes, because train.py makes it by itself."""
     usual = MADE_HERE.get(dataset)
-    plain = name == usual if usual else not content
-    return HERE / (dataset if plain else f"{dataset}-{name}")
+    plain = tokenizer == usual if usual else not public
+    return HERE / (dataset if plain else f"{dataset}-{tokenizer}")
 
 
 def data_folder(dataset, run=None):
-    """A data set's folder: any path, or data/<dataset>. run: the folder of a run; if data/<dataset>
-    is not in its tokenizer, the result is the data set's home in that tokenizer."""
+    """A data set's folder: any path, or data/<dataset>-<tokenizer of the run> if this exists or can
+    be made, or data/<dataset>. run: the folder of a run."""
     if os.sep in dataset or "/" in dataset:
         return Path(dataset)
-    plain, name = HERE / files.check_name(dataset, "--dataset"), tokenizer_name(run)
-    fits = name is None or same_tokenizer(plain, run)
-    return plain if fits else home(dataset, name, content_of(run))
+    files.check_name(dataset, "--dataset")
+    name = tokenizer_name(run) or MADE_HERE.get(dataset)
+    found = default_folder(dataset, name, run and content_of(run))
+    return found if found.exists() or dataset in MADE_HERE else HERE / dataset
 
 
 def data_for(run, dataset, machine):
@@ -338,11 +324,15 @@ def data_for(run, dataset, machine):
     if machine.local_rank == 0 and dataset in MADE_HERE and not (folder / "meta.json").exists():
         make(dataset, folder, [] if folder == HERE / dataset else [as_flag])
     machine.wait()
-    if name and not same_tokenizer(folder, run):
+    # the same tokenizer has the same name, and the same tokenizer.json if both folders have one
+    contents = {content_of(folder), content_of(run)} - {None} if name else set()
+    if name and (name != tokenizer_name(folder) or len(contents) > 1):
         command = f"{script_of(HERE / dataset)} {as_flag}"
+        if name == "numbers":
+            command = "python data/backcopy.py"
         raise ValueError(
-            f"{folder} is not a data set in the tokenizer of {run} ({name}): make one with "
-            f"{'python data/backcopy.py' if name == 'numbers' else command}"
+            f"{folder} is not a data set in the tokenizer of {run} ({name}): "
+            f"make one with {command}"
         )
     return folder, read_meta(folder)
 
@@ -350,12 +340,9 @@ def data_for(run, dataset, machine):
 def make(dataset, folder, flags):
     """Run the script of a data set. Its output goes to stderr, because eval.py's stdout may be
     JSON."""
+    command = " ".join([f"python data/{dataset}.py", *flags])
+    print(f"making {folder}: {command}", file=sys.stderr, flush=True)
     script = [sys.executable, HERE / f"{dataset}.py", *flags, f"--out_dir={folder}"]
-    print(
-        f"making {folder}: python data/{' '.join([f'{dataset}.py', *flags])}",
-        file=sys.stderr,
-        flush=True,
-    )
     if subprocess.run(script, stdout=2).returncode:  # 2: the file descriptor of stderr
         raise ValueError(f"data/{dataset}.py failed: see the line above")
 
@@ -380,10 +367,8 @@ def check_vocabulary(config, meta, dataset):
 
 class Tokens:
     """The shards of one split as one long array, which may be larger than memory. len() is its
-    number
-    of tokens. Windows begin at multiples of its stride: the length of a stored sequence, or 1.
-    docs:
-    also find where documents begin."""
+    number of tokens. Windows begin at multiples of its stride: the length of a stored sequence, or
+    1. docs: also find where documents begin."""
 
     def __init__(self, folder, split, docs=False):
         folder, meta = Path(folder), read_meta(folder)
@@ -396,12 +381,10 @@ class Tokens:
         self.stride, self.documents = meta.get("stride", 1), None
         if docs:
             separator = meta.get("separator", meta["vocab_size"] - 1)
-            self.documents = np.concatenate(
-                [  # where they begin, in the whole array
-                    np.flatnonzero(shard == separator) + end - len(shard)
-                    for shard, end in zip(self.shards, self.ends, strict=True)
-                ]
-            )
+            places = []  # of the separators, in the whole array
+            for shard, end in zip(self.shards, self.ends, strict=True):
+                places.append(np.flatnonzero(shard == separator) + end - len(shard))
+            self.documents = np.concatenate(places)
             if 0 not in self.documents[:1]:
                 raise ValueError(
                     f"{self.name} does not begin with a document's separator, so it is one "
@@ -422,8 +405,7 @@ class Tokens:
 
     def windows(self, starts, length, vocab_size):
         """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids
-        outside
-        the vocabulary."""
+        outside the vocabulary."""
         rows = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
@@ -436,8 +418,7 @@ class Tokens:
     def first_keys(self, starts, length):
         """For each token of the windows at these starts, where in the window its document begins:
         int64 (len(starts), length), as GPT.forward takes it. A document that began earlier begins
-        with
-        the window."""
+        with the window."""
         places = starts[:, None] + np.arange(length)
         began = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(began - starts[:, None], 0)
@@ -446,8 +427,7 @@ class Tokens:
 def fixed_windows(split, length, count):
     """Starts of `count` windows of length+1 tokens, spread evenly over a split, the same at every
     call; fewer if the split is short. count 0: as many as fit side by side, and at most one for
-    each
-    multiple of the stride."""
+    each multiple of the stride."""
     last = (len(split) - length - 1) // split.stride
     if last < 0:
         raise ValueError(
@@ -482,12 +462,12 @@ def flags(doc, dataset, tokenizer):
     return parser
 
 
-def settle(args, dataset):
+def tokenizer_of(args, dataset):
     """The tokenizer that the flags name. Also sets args.out_dir if it was not given."""
     coder = tokenizer(args.tokenizer)
     if coder.name == "numbers":
         raise ValueError(
             f"--tokenizer={args.tokenizer} is for symbols, not for text: choose bytes or gpt2"
         )
-    args.out_dir = args.out_dir or home(dataset, coder.name, coder.content)
+    args.out_dir = args.out_dir or default_folder(dataset, coder.name, coder.content)
     return coder

@@ -70,7 +70,7 @@ def command(args, run):
         for key, value in scores.items():  # "acc,none", "acc_stderr,none"; or a filter's name
             measure, comma, way = key.partition(",")
             if comma and not measure.endswith("_stderr"):
-                name = f"{task} {measure}" + f" {way}" * (way != "none")
+                name = f"{task} {measure}" if way == "none" else f"{task} {measure} {way}"
                 error = scores.get(f"{measure}_stderr,{way}")  # "N/A" if there is none
                 error = error if isinstance(error, float) and math.isfinite(error) else None
                 numbers |= {name: float(value), f"{name} +-": error}
@@ -82,8 +82,9 @@ def command(args, run):
 def task_manager(args):
     """The harness's list of tasks, with those of --include_path. Raises ValueError on an unknown
     task."""
+    tasks = files.optional("lm_eval.tasks")
     for defaults in (False, True):  # the harness's own tasks take seconds to list
-        manager = files.optional("lm_eval.tasks").TaskManager(
+        manager = tasks.TaskManager(
             include_path=args.include_path or None, include_defaults=defaults
         )
         unknown = [name for name in args.tasks.split(",") if not manager.match_tasks([name])]
@@ -154,24 +155,19 @@ class Answering:
         count, until = settings["max_gen_toks"], [text for text in settings["until"] if text]
         if count >= self.length:
             raise ValueError(
-                f"an answer of {count} tokens leaves no room for its prompt: give a "
-                f"larger --length than {self.length}, or leave this task out of "
-                "--tasks"
+                f"an answer of {count} tokens leaves no room for its prompt: give a larger "
+                f"--length than {self.length}, or leave this task out of --tasks"
             )
-        # generation also stops at an id whose own text contains a stop string
-        stop = {
-            i
-            for i in range(self.coder.vocab_size)
-            if any(text in self.coder.decode([i]) for text in until)
-        }
-        how = {"temperature": 0, "stop": sorted(stop | self.ends)}
-        how |= {
-            name: settings[name] for name in ("temperature", "top_k", "top_p") if name in settings
-        }
-        asked = [
-            self.tok_encode(prompt)[count - self.length :] or [self.eot_token_id]
-            for prompt in prompts
-        ]
+        stop = set(self.ends)  # also ids whose own text contains a stop string
+        for i in range(self.coder.vocab_size):
+            if any(text in self.coder.decode([i]) for text in until):
+                stop.add(i)
+        how = {"temperature": 0, "stop": sorted(stop)}
+        for name in ("temperature", "top_k", "top_p"):
+            if name in settings:
+                how[name] = settings[name]
+        asked = [self.tok_encode(prompt)[count - self.length :] for prompt in prompts]
+        asked = [ids or [self.eot_token_id] for ids in asked]
         said = generated(self.run.model, self.run.machine, asked, self.batch_size, count, **how)
         texts = []
         for ids in said:

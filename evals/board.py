@@ -6,6 +6,7 @@ results/board.json, or of a file of your own, and the command adds the missing o
 explains the measurements and has the table.
 """
 
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -40,17 +41,10 @@ RECIPES = {  # flags of train.py under a name
     "blind": "--attn=window --window=1",  # rows see only themselves
 }
 TRIAL = 1  # the seed that chooses the learning rate
-SPEED = ("speed", "--lengths=256", "--memory=", "--n_head=4", "--dtype=float32", "--device=cpu")
+SPEED = "speed --lengths=256 --memory= --n_head=4 --dtype=float32 --device=cpu".split()
 CACHE = (
-    "speed",
-    "--decode",
-    "--lengths=4096",
-    "--n_head=4",
-    "--n_embd=128",
-    "--dtype=float32",
-    "--device=cpu",
-    "--repeats=1",
-)
+    "speed --decode --lengths=4096 --n_head=4 --n_embd=128 --dtype=float32 --device=cpu --repeats=1"
+).split()
 OF_META = "parameters", "seconds", "machine", "versions", "data_hash"
 OF_REPORT = "val", "sink", "density", "sparsity", "empty_rows"
 MEANINGS = {  # {column: its meaning}
@@ -72,18 +66,7 @@ MEANINGS = {  # {column: its meaning}
     "kib": "KiB that a new token reads of 4,096 others, in float32",
     "speed": "training steps a second on one thread of a CPU, relative to softmax",
 }
-MEANS = (
-    "bits",
-    "2x",
-    "4x",
-    "sink",
-    "density",
-    "sparsity",
-    "empty_rows",
-    "dispersion",
-    "massive",
-    "parameters",
-)
+MEANS = "bits 2x 4x sink density sparsity empty_rows dispersion massive parameters".split()
 COLOURS = {
     "rows sum to 1": "#1f77b4",
     "rows of any sum": "#d62728",
@@ -118,8 +101,7 @@ class Board(Knobs):
             raise ValueError(
                 f"--seeds={self.seeds}: {TRIAL} only chooses the learning rate, so give others"
             )
-        if not all(0 < rate < math.inf for rate in rates_of(self)):
-            raise ValueError(f"--rates={self.rates} must be numbers above 0")
+        rates_of(self)
         if (self.dataset or self.train_args) and self.out_dir == Board.out_dir:
             raise ValueError(
                 "--dataset and --train_args make other runs: give them a folder of "
@@ -133,9 +115,12 @@ def names_of(args):
 
 def rates_of(args):
     try:
-        return [float(rate) for rate in args.rates.split(",")]
+        rates = [float(rate) for rate in args.rates.split(",")]
     except ValueError:
-        raise ValueError(f"--rates={args.rates} must be numbers separated by commas") from None
+        rates = [math.nan]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"--rates={args.rates} must be numbers above 0 separated by commas")
+    return rates
 
 
 def command(args, run):
@@ -156,21 +141,14 @@ def command(args, run):
     table = table_of(rows)
     if not table:
         raise ValueError(f"{file} has no finished run: give --seeds, and see the errors above")
-    text = markdown(
-        [[f"`{name}`", *map(cell, row.values())] for name, row in table.items()],
-        ["recipe", *MEANINGS],
-    )
+    lines = [[f"`{name}`", *map(cell, row.values())] for name, row in table.items()]
+    text = markdown(lines, ["recipe", *MEANINGS])
     return {"runs": [*rows.values()], "table": table}, f"{text}\n\n{legend(MEANINGS)}"
 
 
 def read_rows(file):
     """{(recipe, rate, seed): row}; a recipe's costs have neither rate nor seed."""
     rows = files.read_json(file)
-    if any("setup" in row for row in rows):
-        raise ValueError(
-            f"{file} is of an earlier version, which commit 55b941e still reads: give "
-            "another --out_dir or --results"
-        )
     return {(row["recipe"], row.get("rate"), row.get("seed")): row for row in rows}
 
 
@@ -180,7 +158,7 @@ def read_rows(file):
 def add_missing(args, rows, save):
     """Add the rows that the flags ask for: costs, then trials, then the runs that count. save() is
     called after each. Raises ValueError if a recipe was trained on another text than softmax."""
-    names, seeds = names_of(args), whole_numbers(args.seeds, "seeds")
+    names = names_of(args)
     workers = args.workers or (1 if torch.cuda.is_available() else 2)
 
     def add(work, jobs, workers):
@@ -190,23 +168,20 @@ def add_missing(args, rows, save):
             save()
 
     # costs first: other work on the machine would disturb them
-    add(cost_row, [(layer, None, None) for name in names for layer in layers_of(name)], 1)
+    layers = itertools.chain.from_iterable(map(layers_of, names))
+    add(cost_row, [(layer, None, None) for layer in layers], 1)
     train = partial(run_row, args)
-    add(train, [(name, rate, TRIAL) for name in names for rate in rates_of(args)], workers)
-    texts = {
-        row["data_hash"]
-        for (name, _, seed), row in rows.items()
-        if name in ("softmax", *names) and seed == TRIAL
-    }
+    add(train, list(itertools.product(names, rates_of(args), [TRIAL])), workers)
+    compared = [row for row in rows.values() if row["recipe"] in ("softmax", *names)]
+    texts = {row["data_hash"] for row in compared if row.get("seed") == TRIAL}
     if len(texts) > 1:
         raise ValueError(
-            "these recipes and softmax have different texts, since versions of Python "
-            "have different sources: train all on yours, with --attn=softmax,... "
-            "--results=out/own.json"
+            "these recipes and softmax have different texts, since versions of Python have "
+            "different sources: train all on yours, with --attn=softmax,... --results=out/own.json"
         )
-    best = {name: best_rate(name, rows) for name in names}
-    trained = [name for name in names if best[name]]
-    add(train, [(name, best[name], seed) for seed in seeds for name in trained], workers)
+    best = [(name, best_rate(name, rows)) for name in names]
+    for seed in whole_numbers(args.seeds, "seeds"):
+        add(train, [(name, rate, seed) for name, rate in best if rate], workers)
 
 
 def cost_row(name, *_):
@@ -228,38 +203,28 @@ def cost_row(name, *_):
 def run_row(args, name, rate, seed):
     """The row of a run, which is trained if it is missing. The seed TRIAL needs only its loss."""
     folder = Path(args.out_dir) / f"{name}-{rate:g}-{seed}"
+    words = f"--preset=tiny --dtype=float32 --learning_rate={rate:g} --seed={seed}".split()
     data = [f"--dataset={args.dataset}"] if args.dataset else []
-    meta = train_if_missing(
-        folder,
-        [
-            "--preset=tiny",
-            "--dtype=float32",
-            f"--learning_rate={rate:g}",
-            f"--seed={seed}",
-            f"--out_dir={folder}",
-            *flags_of(name),
-            *data,
-            *args.train_args.split(),
-        ],
-        quiet=True,
-    )
+    flags = [*words, f"--out_dir={folder}", *flags_of(name), *data, *args.train_args.split()]
+    meta = train_if_missing(folder, flags, quiet=True)
     row = {"recipe": name, "rate": rate, "seed": seed} | {key: meta[key] for key in OF_META}
+    report = meta["report"]
     if seed == TRIAL:
-        return row | {"val": meta["report"]["val"]}
-    row |= {key: meta["report"].get(key) for key in OF_REPORT}
-    row["bits"] = numbers_of("loss", f"--out_dir={folder}")["bits_per_byte"]
+        return row | {"val": report["val"]}
+    row |= {key: report.get(key) for key in OF_REPORT}
+    run = f"--out_dir={folder}"
+    row["bits"] = numbers_of("loss", run)["bits_per_byte"]
     try:
-        _, twice, four_times = numbers_of("lengths", f"--out_dir={folder}")["lengths"]
-        probed = numbers_of("probe", "--lengths=1024", "--windows=16", f"--out_dir={folder}")
-    except ValueError:  # some positions know no longer windows
+        _, twice, four_times = numbers_of("lengths", run)["lengths"]
+        probed = numbers_of("probe", "--lengths=1024", "--windows=16", run)
+    except ValueError:  # some positions have no longer windows
         return row
-    return row | {
-        "2x": twice["more"] / math.log(2),
-        "4x": four_times["more"] / math.log(2),
-        "dispersion": probed["lengths"][0]["dispersion"],
-        # in each layer, the largest channel: its number, its value, and this over the median
-        "massive": max(place["channels"][0][2] for place in probed["stream"]),
-    }
+    row["2x"] = twice["more"] / math.log(2)
+    row["4x"] = four_times["more"] / math.log(2)
+    row["dispersion"] = probed["lengths"][0]["dispersion"]
+    # in each layer, the largest channel: its number, its value, and this over the median
+    row["massive"] = max(place["channels"][0][2] for place in probed["stream"])
+    return row
 
 
 def numbers_of(*words):
@@ -271,7 +236,7 @@ def flags_of(name):
 
 
 def layers_of(name):
-    """The recipes of its layers: several for one with --layers."""
+    """The recipe of each layer: several if its flags have --layers."""
     return [layer for layer, _ in pattern(flags_of(name)[0].partition("=")[2])]
 
 
@@ -283,7 +248,7 @@ def best_rate(name, rows):
     trials = {
         rate: row["val"]
         for (other, rate, seed), row in rows.items()
-        if other == name and seed == TRIAL
+        if (other, seed) == (name, TRIAL)
     }
     return min(trials, key=trials.get, default=None)
 
@@ -298,13 +263,14 @@ def table_of(rows):
             groups.setdefault(name, {})[seed] = row
     softmax = groups.get("softmax", {})
     for name, group in groups.items():
-        columns = {key: [run.get(key) for run in group.values()] for key in MEANS}
-        row = {key: None if None in values else fmean(values) for key, values in columns.items()}
+        row = dict.fromkeys(MEANINGS) | {"rate": best_rate(name, rows), "runs": len(group)}
+        for key in MEANS:
+            values = [run.get(key) for run in group.values()]
+            row[key] = None if None in values else fmean(values)
         over = [group[seed]["bits"] - softmax[seed]["bits"] for seed in group if seed in softmax]
-        row["over softmax"] = interval(over) if len(over) > 1 and name != "softmax" else None
-        row |= {"family": family(name, row), "rate": best_rate(name, rows), "runs": len(group)}
-        row |= cost_of(name, rows)
-        found[name] = {key: row.get(key) for key in MEANINGS}
+        if len(over) > 1 and name != "softmax":
+            row["over softmax"] = interval(over)
+        found[name] = row | {"family": family(name, row)} | cost_of(name, rows)
     return dict(sorted(found.items(), key=lambda item: item[1]["bits"]))
 
 
@@ -325,7 +291,7 @@ def quantile(degrees):
 
 def cost_of(name, rows):
     """{"speed", "kib"} of a recipe, means of time and of KiB over its layers; {} if they are
-    unknown, as for flags of other axes, which take time."""
+    unknown, such as those of flags of other axes."""
     costs = [rows.get((layer, None, None)) for layer in layers_of(name)]
     further = [flag for flag in flags_of(name)[1:] if not flag.startswith("--attn_args=")]
     if None in costs or further:
@@ -366,7 +332,7 @@ def draw(path, numbers):
         for name, row in numbers["table"].items()
         if row["speed"] and (row["over softmax"] or name == "softmax")
     }
-    with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):
+    with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.13}) as ((ax,),):
         ax.set_yscale("symlog", linthresh=0.02)  # most lie near 0, a few far above
         ticks = (-0.2, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
         ax.set_yticks(ticks, map(str, ticks))
@@ -392,8 +358,7 @@ def draw(path, numbers):
             ax.plot([], "o", markersize=4, color=COLOURS[family], label=family)
         frame(
             ax,
-            "",
-            "speed of a training step (softmax: 1)",
-            "bits per byte over softmax (lower is better)",
+            xlabel="speed of a training step (softmax: 1)",
+            ylabel="bits per byte over softmax (lower is better)",
         )
         ax.legend(frameon=False, fontsize=8)

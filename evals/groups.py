@@ -10,7 +10,6 @@ unrelated to group 2 of another.
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -21,13 +20,16 @@ from evals.pictures import figure_of, frame, line_panel, pyplot, whole_ticks
 from mixers.focus import Focus, entropy
 
 MEASURES = {  # name: its meaning, printed under the table
-    "dominance": "share of tokens in the largest group (section 4); {even:.3f} if all are equally large",
-    "evenness": "entropy of the groups' shares of tokens, divided by log K: 1 if all groups are equally large",
+    "dominance": "share of tokens in the largest group (section 4); {even:.3f} if all are equal",
+    "evenness": "entropy of the groups' shares of tokens, divided by log K: 1 if all are equal",
     "confidence": "a token's share in its own group, mean over tokens (section 5)",
-    "stability": "share of tokens that --against has in the same group, after the best matching of groups (section 4); "
-    "about {even:.3f} or more by chance",
+    "stability": "share of tokens that --against has in the same group, after the best matching "
+    "of groups (section 4); about {even:.3f} or more by chance",
 }
-KEPT = "share of distant pairs, {window} apart or more, with a common group among the {k} largest of each (table 7)"
+KEPT = (
+    "share of distant pairs, {window} apart or more, with a common group among the {k} largest "
+    "of each (table 7)"
+)
 MOST = 4  # the largest of these k
 LISTED = 8  # the most frequent tokens of each group
 
@@ -44,112 +46,93 @@ class Groups(Windows):
 def command(args, run):
     """Show the groups of tokens that Focus has learned, and how many distant pairs of tokens they
     keep."""
-    check(run)
-    T, config = run.window(args.length), run.model.config
-    seen = look(args, run, T)
-    layers, K = [layer.numbers for layer in seen], seen[0].groups
+    module, T, config = focus_of(run)[0], run.window(args.length), run.model.config
+    ids, own, layers = look(args, run, T)
+    K = module.groups
     if args.against:
         other = run.beside(args.against, {"window": config.window, "topk": config.topk})
-        check(other)
-        theirs = [block.attn.groups for block in other.model.transformer.h]
-        if theirs != [layer.groups for layer in seen]:
+        theirs = [module.groups for module in focus_of(other)]
+        if theirs != [K] * len(layers):
             raise ValueError(
-                f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, where "
-                f"{run.out_dir} has {K} in each of {len(seen)}: name another run of the same model"
+                f"--against={args.against} has {theirs[0]} groups in each of {len(theirs)} layers, "
+                f"where {run.out_dir} has {K} in each of {len(layers)}: name another run of the "
+                "same model"
             )
-        for layer, one, another in zip(layers, seen, look(args, other, T), strict=True):
-            layer["stability"] = agreement(one.own, another.own, K)
+        for layer, one, another in zip(layers, own, look(args, other, T)[1], strict=True):
+            layer["stability"] = agreement(one, another, K)
     shown = int(np.argmax([layer["evenness"] for layer in layers]))
-    numbers = run.reads(args.split, len(seen[0].own), T) | {
+    numbers = run.reads(args.split, len(ids), T) | {
         "groups": K,
-        "window": seen[0].local,
+        "window": module.local,
         "topk": config.topk,
         "against": args.against,
         "mean": mean_of(layers),
         "layers": layers,
-        "shown": spelled_out(seen[shown], shown, run.tokenizer),
+        "shown": {
+            "layer": shown,
+            "tokens": frequent_tokens(ids, own[shown], K, run.tokenizer),
+            "passage": own[shown][0].tolist(),
+        },
     }
     return numbers, in_words(numbers)
 
 
-def check(run):
-    """Raise ValueError on a run without groups."""
-    if not all(isinstance(block.attn, Focus) for block in run.model.transformer.h):
+def focus_of(run):
+    """The attention of each layer. Raises ValueError on a run without groups."""
+    modules = [block.attn for block in run.model.transformer.h]
+    if not all(isinstance(module, Focus) for module in modules):
         raise ValueError(
-            f"{run.out_dir} has --attn={run.model.config.attn}, which has no groups: name a run that was "
-            "trained with --attn=focus"
+            f"{run.out_dir} has --attn={run.model.config.attn}, which has no groups: name a run "
+            "that was trained with --attn=focus"
         )
+    return modules
 
 
 def look(args, run, T):
-    """Measure the groups of every layer of a run on its windows of T tokens. For each layer, the
-    result has
+    """Measure the groups of every layer of a run on its windows of T tokens.
 
-    groups, local   the number of groups K, and the distance from which on pairs are distant
-    ids, own        every token, and the group that it belongs to, (windows, T)
-    numbers         its MEASURES, "kept" {k: share of distant pairs}, and "shares", each group's
-                    share of tokens
-    """
-    layers = [
-        SimpleNamespace(
-            groups=block.attn.groups,
-            local=block.attn.local,
-            ids=[],
-            own=[],
-            confidence=0.0,
-            kept=np.zeros(min(MOST, block.attn.groups)),
-        )
-        for block in run.model.transformer.h
-    ]
-    far = distant(T, layers[0].local, run.machine.device)
+    Returns the tokens (windows, T), the group of each token in each layer, [(windows, T)], and the
+    numbers of each layer: its MEASURES, "kept" {k: share of distant pairs}, and "shares", each
+    group's share of tokens."""
+    modules, places = focus_of(run), torch.arange(T, device=run.machine.device)
+    far = places[:, None] - places >= modules[0].local  # (T, T): the distant pairs
+    ids, own, seen = [], [[] for _ in modules], [[] for _ in modules]
 
-    def see(at, module, q, k, v, x, table):
-        layer, g = layers[at], module.assign(x)  # g (B, T, K)
-        top, own = g.max(-1)
-        layer.own.append(own.to(torch.int16).cpu().numpy())
-        layer.confidence += top.double().sum().item()
-        for i in range(len(layer.kept)):
-            members = module.memberships(g, i + 1).to(g.dtype)
-            layer.kept[i] += ((members @ members.mT > 0) & far).sum().item()
+    def see(layer, module, q, k, v, x, table):
+        g = module.assign(x)  # (B, T, K)
+        top, largest = g.max(-1)
+        own[layer].append(largest.cpu().numpy())
+        pairs = []
+        for count in range(1, min(MOST, module.groups) + 1):
+            members = module.memberships(g, count).to(g.dtype)
+            pairs.append(((members @ members.mT > 0) & far).sum().item())
+        seen[layer].append([top.double().sum().item(), *pairs])
 
-    ids = []
     for rows in batches(run, args, T):
         ids.append(rows[:, :-1].cpu().numpy())
         watch(run.model, see, rows[:, :-1], run.machine)
-    for layer in layers:
-        layer.ids, layer.own = np.concatenate(ids), np.concatenate(layer.own)
-        shares = np.bincount(layer.own.ravel(), minlength=layer.groups) / layer.own.size
-        evenness = (
-            entropy(torch.from_numpy(shares)).item() / np.log(layer.groups)
-            if layer.groups > 1
-            else 1.0
+    ids, own, layers = np.concatenate(ids), list(map(np.concatenate, own)), []
+    for module, groups, sums in zip(modules, own, seen, strict=True):
+        K, pairs = module.groups, len(ids) * far.sum().item()
+        shares = np.bincount(groups.ravel(), minlength=K) / groups.size
+        confidence, *kept = np.sum(sums, 0)
+        layers.append(
+            {
+                "dominance": float(shares.max()),
+                "evenness": entropy(torch.from_numpy(shares)).item() / np.log(K) if K > 1 else 1.0,
+                "confidence": confidence / ids.size,
+                "kept": {str(k): n / pairs if pairs else None for k, n in enumerate(kept, 1)},
+                "shares": shares.tolist(),
+            }
         )
-        pairs = len(layer.own) * far.sum().item()
-        layer.numbers = {
-            "dominance": float(shares.max()),
-            "evenness": evenness,
-            "confidence": layer.confidence / layer.own.size,
-            "kept": {
-                str(k): float(kept / pairs) if pairs else None
-                for k, kept in enumerate(layer.kept, 1)
-            },
-            "shares": shares.tolist(),
-        }
-    return layers
-
-
-def distant(T, local, device="cpu"):
-    """The mask (T, T) of distant pairs, whose key is at least `local` tokens before the row."""
-    places = torch.arange(T, device=device)
-    return places[:, None] - places >= local
+    return ids, own, layers
 
 
 def agreement(one, other, K):
     """The share of tokens in the same group in two labellings (windows, T), after the best matching
-    of their groups.
-    Up to 8 groups it tries all orders; with more it matches greedily, the largest agreement
-    first."""
-    both = np.bincount((one.astype(np.int64) * K + other).ravel(), minlength=K * K).reshape(K, K)
+    of their groups. Up to 8 groups it tries all orders; with more it matches greedily, the largest
+    agreement first."""
+    both = np.bincount((one * K + other).ravel(), minlength=K * K).reshape(K, K)
     if K <= 8:
         orders = map(list, itertools.permutations(range(K)))
         return float(max(both[range(K), order].sum() for order in orders) / one.size)
@@ -164,67 +147,53 @@ def agreement(one, other, K):
 def mean_of(layers):
     """The mean of each measure over layers. The share of pairs kept is None if no pair is
     distant."""
-    mean = {
-        name: float(np.mean([layer[name] for layer in layers]))
-        for name in MEASURES
-        if name in layers[0]
-    }
+    found = [name for name in MEASURES if name in layers[0]]
+    mean = {name: np.mean([layer[name] for layer in layers]) for name in found}
     kept = {k: [layer["kept"][k] for layer in layers] for k in layers[0]["kept"]}
-    return mean | {
-        "kept": {
-            k: None if None in shares else float(np.mean(shares)) for k, shares in kept.items()
-        }
-    }
+    mean["kept"] = {k: None if None in shares else np.mean(shares) for k, shares in kept.items()}
+    return mean
 
 
-def spelled_out(seen, layer, tokenizer):
-    """The texts of a layer's groups. "tokens": the most frequent ones of each group, [[text, count,
-    share of the text's occurrences that are in this group]]. "passage": the groups of the tokens of
-    the first window."""
-    own, ids, common = seen.own.ravel(), seen.ids.ravel(), []
-    everywhere = np.bincount(ids)
-    for group in range(seen.groups):
+def frequent_tokens(ids, own, K, tokenizer):
+    """The most frequent tokens of each group of a layer, [[text, count, share of the text's
+    occurrences that are in this group]]. ids, own: the tokens and their groups, (windows, T)."""
+    found, everywhere = [], np.bincount(ids.ravel())
+    for group in range(K):
         counts = np.bincount(ids[own == group], minlength=len(everywhere))
-        best = [i for i in counts.argsort(kind="stable")[::-1][:LISTED] if counts[i]]
-        common.append(
-            [
-                [tokenizer.decode([int(i)]), int(counts[i]), float(counts[i] / everywhere[i])]
-                for i in best
-            ]
-        )
-    return {"layer": layer, "tokens": common, "passage": seen.own[0].tolist()}
+        listed = []
+        for i in counts.argsort(kind="stable")[::-1][:LISTED].tolist():
+            if counts[i]:
+                text, share = tokenizer.decode([i]), counts[i] / everywhere[i]
+                listed.append([text, int(counts[i]), float(share)])
+        found.append(listed)
+    return found
 
 
 def in_words(numbers):
     """The numbers as text: a line for each layer, then the tokens of one layer's groups."""
-    lines = {str(i): layer for i, layer in enumerate(numbers["layers"])} | {"all": numbers["mean"]}
-    lines = {
-        name: line | {f"kept, k={k}": share for k, share in line["kept"].items()}
-        for name, line in lines.items()
-    }
     meanings = {name: text.format(even=1 / numbers["groups"]) for name, text in MEASURES.items()}
-    meanings |= {
-        f"kept, k={k}": KEPT.format(window=numbers["window"], k=k)
-        for k in numbers["mean"]["kept"]
-        if int(k) < numbers["groups"]
-    }
-    shown = numbers["shown"]
-    text = [
-        first_line(numbers),
-        "",
-        explained(lines, meanings, "layer"),
-        "",
-        f"layer {shown['layer']}: the most frequent tokens of each group, x count (share of all occurrences)",
-    ]
-    text += [
-        f"{group:>3}  "
-        + (
-            "  ".join(f"{token!r} x{count} ({share:.0%})" for token, count, share in common)
-            or "(no token)"
-        )
-        for group, common in enumerate(shown["tokens"])
-    ]
-    return "\n".join(text)
+    for k in numbers["mean"]["kept"]:
+        if int(k) < numbers["groups"]:
+            meanings[f"kept, k={k}"] = KEPT.format(window=numbers["window"], k=k)
+    lines = {}
+    for name, line in [*enumerate(numbers["layers"]), ("all", numbers["mean"])]:
+        kept = {f"kept, k={k}": share for k, share in line["kept"].items()}
+        lines[str(name)] = line | kept
+    shown, by_group = numbers["shown"], []
+    for group, common in enumerate(shown["tokens"]):
+        words = [f"{token!r} x{count} ({share:.0%})" for token, count, share in common]
+        by_group.append(f"{group:>3}  {'  '.join(words) or '(no token)'}")
+    return "\n".join(
+        [
+            first_line(numbers),
+            "",
+            explained(lines, meanings, "layer"),
+            "",
+            f"layer {shown['layer']}: the most frequent tokens of each group, "
+            "x count (share of all occurrences)",
+            *by_group,
+        ]
+    )
 
 
 def draw(path, found):
@@ -233,39 +202,28 @@ def draw(path, found):
     layer, light blue if near, dark blue if of one group, grey if closed."""
     kinds = pyplot().matplotlib.colors.ListedColormap(["white", "#eeeeee", "#9ecae1", "#08519c"])
     with figure_of(path, [4.1] * len(found), [4, 3, 3, 4]) as axes:
-        for (sizes, tokens, pairs, window), (place, numbers) in zip(
-            axes, found.items(), strict=True
-        ):
-            layers, shown = numbers["layers"], numbers["shown"]
+        for line, (place, numbers) in zip(axes, found.items(), strict=True):
+            sizes, tokens, pairs, window = line
+            layers, shown, mean = (numbers[part] for part in ("layers", "shown", "mean"))
             draw_sizes(sizes, layers, f"{Path(place).name}: tokens by group")
-            draw_by_layer(
-                tokens,
-                {
-                    name: [layer[name] for layer in layers]
-                    for name in ("confidence", "stability")
-                    if name in layers[0]
-                },
-                "mean over tokens",
-            )
-            draw_by_layer(
-                pairs,
-                {
-                    f"{k} of {numbers['groups']} groups": [layer["kept"][k] for layer in layers]
-                    for k, mean in numbers["mean"]["kept"].items()
-                    if mean is not None and int(k) < numbers["groups"]
-                },
-                "share of distant pairs kept",
-            )
+            sure, kept = {}, {}
+            for name in ("confidence", "stability"):
+                if name in mean:
+                    sure[name] = [layer[name] for layer in layers]
+            for k, share in mean["kept"].items():
+                if share is not None and int(k) < numbers["groups"]:
+                    name = f"{k} of {numbers['groups']} groups"
+                    kept[name] = [layer["kept"][k] for layer in layers]
+            draw_by_layer(tokens, sure, "mean over tokens")
+            draw_by_layer(pairs, kept, "share of distant pairs kept")
             own = np.array(shown["passage"])  # the group of each token, (T,)
-            i, j = np.arange(len(own))[:, None], np.arange(len(own))
-            kind = np.where(
-                j > i,
-                0,
-                np.where(i - j < numbers["window"], 2, np.where(own[:, None] == own, 3, 1)),
-            )
+            distance = np.subtract.outer(range(len(own)), range(len(own)))
+            kind = np.where(own[:, None] == own, 3, 1)
+            kind[distance < numbers["window"]] = 2
+            kind[distance < 0] = 0
             window.imshow(kind, cmap=kinds, vmin=0, vmax=3, interpolation="none")
             window.set_title(f"layer {shown['layer']}: near, or of one group (dark)", fontsize=10)
-            window.set(xlabel="key", ylabel="row")
+            window.set(xlabel="key", ylabel="query")
 
 
 def draw_sizes(ax, layers, title):
@@ -274,15 +232,8 @@ def draw_sizes(ax, layers, title):
     shares = np.sort([layer["shares"] for layer in layers])[:, ::-1]  # (layers, K)
     starts, K = shares.cumsum(1) - shares, shares.shape[1]
     shades = pyplot().get_cmap("Blues")(np.linspace(0.9, 0.2, K))
-    for group in range(K):
-        ax.barh(
-            range(len(layers)),
-            shares[:, group],
-            0.85,
-            starts[:, group],
-            color=shades[group],
-            edgecolor="white",
-        )
+    for group, (share, start, shade) in enumerate(zip(shares.T, starts.T, shades, strict=True)):
+        ax.barh(range(len(layers)), share, 0.85, start, color=shade, edgecolor="white")
         ax.axvline(group / K, color="black", linestyle=":", linewidth=0.8)
     ax.invert_yaxis()
     whole_ticks(ax.yaxis)
@@ -290,12 +241,7 @@ def draw_sizes(ax, layers, title):
 
 
 def draw_by_layer(ax, lines, title):
-    line_panel(
-        ax,
-        {label: (range(len(values)), values) for label, values in lines.items()},
-        title,
-        "layer",
-        legend=bool(lines),
-    )
+    curves = {label: (range(len(values)), values) for label, values in lines.items()}
+    line_panel(ax, curves, title, "layer", legend=bool(lines))
     ax.set_ylim(0, 1.03)
     whole_ticks(ax.xaxis)

@@ -15,27 +15,16 @@ import kernels
 from evals.instrument import table, whole_numbers
 
 COLUMNS = ("forward", "backward", "ratio")
-# torch's names of its fused softmaxes; only the last one also computes in float32
+# torch's names of its fused softmaxes; only the last one can compute in float32
 RIVALS = {
     "sdpa flash": "FLASH_ATTENTION",
     "sdpa cudnn": "CUDNN_ATTENTION",
     "sdpa efficient": "EFFICIENT_ATTENTION",
 }
 # products of a T x T and a T x width matrix that a rule needs, (forward, backward); tda: a view's
-PRODUCTS = {
-    "softmax": (2, 5),
-    "elastic": (4, 5),
-    "entmax": (9, 5),
-    "sparsemax": (9, 5),
-    "lssar": (2, 5),
-    "softpick": (2, 5),
-    "relu": (2, 5),
-    "tra": (2, 5),
-    "tda": (1.5, 4),
-    "sigmoid": (2, 5),
-    "elu": (2, 5),
-    "identity": (2, 5),
-}
+PRODUCTS = dict.fromkeys(
+    ("softmax", "lssar", "softpick", "relu", "tra", "sigmoid", "elu", "identity"), (2, 5)
+) | {"elastic": (4, 5), "entmax": (9, 5), "sparsemax": (9, 5), "tda": (1.5, 4)}
 
 
 def time_kernels(args, machine, lengths, numbers):
@@ -52,16 +41,12 @@ def time_kernels(args, machine, lengths, numbers):
         shape = max(1, tokens // T), max(1, n_embd // width), T, width  # always equal work
         rows = numbers["sizes"][f"width {width}, T {T}"] = time_size(shape, args.repeats, machine)
         cells = [[name, *map(row.get, COLUMNS)] for name, row in rows.items()]
-        missing = [
-            f"\n{name} is missing: {row['missing']}"
-            for name, row in rows.items()
-            if "missing" in row
-        ]
-        yield (
-            f"width {width}, T={T}: TFLOP/s, and speed of both passes relative to our softmax\n"
-            + table(cells, ["", *COLUMNS])
-            + "".join(missing)
-        )
+        text = f"width {width}, T={T}: TFLOP/s, and speed of both passes relative to our softmax\n"
+        text += table(cells, ["", *COLUMNS])
+        for name, row in rows.items():
+            if "missing" in row:
+                text += f"\n{name} is missing: {row['missing']}"
+        yield text
 
 
 def time_size(shape, repeats, machine):
@@ -74,11 +59,9 @@ def time_size(shape, repeats, machine):
     for name, attend in cases.items():
         try:
             o = attend()
-            # retain_graph: backward runs often after one forward. do is cut, since tda halves the
-            # heads
-            call = partial(
-                torch.autograd.grad, o, (q, k, v), do[:, : o.shape[1]], retain_graph=True
-            )
+            upstream = do[:, : o.shape[1]]  # tda halves the heads
+            # retain_graph: backward runs often after one forward
+            call = partial(torch.autograd.grad, o, (q, k, v), upstream, retain_graph=True)
             call()
         except Exception as e:  # torch raises many kinds if it lacks a backend
             if name in PRODUCTS:  # ours must run
@@ -86,18 +69,17 @@ def time_size(shape, repeats, machine):
             rows[name] = {"missing": repr(e)[:200]}
         else:
             forward[name], backward[name] = attend, call
-    seconds = {
-        "forward": machine.race(forward, repeats),
-        "backward": machine.race(backward, repeats),
-    }
-    both = {name: sum(times[name] for times in seconds.values()) for name in forward}
-    for name in forward:
-        # a product is 2 T T width operations for each head; causality needs half of them
-        products = zip(seconds, PRODUCTS.get(name, PRODUCTS["softmax"]), strict=True)
+    forward, backward = machine.race(forward, repeats), machine.race(backward, repeats)
+    softmax = forward["softmax"] + backward["softmax"]
+    # a product is 2 T T width operations for each head; causality needs half of them
+    tera = q.numel() * q.shape[2] / 1e12
+    for name, seconds in forward.items():
+        products = PRODUCTS.get(name, PRODUCTS["softmax"])
         rows[name] = {
-            way: n * q.numel() * q.shape[2] / seconds[way][name] / 1e12 for way, n in products
+            "forward": products[0] * tera / seconds,
+            "backward": products[1] * tera / backward[name],
+            "ratio": softmax / (seconds + backward[name]),
         }
-        rows[name]["ratio"] = both["softmax"] / both[name]
     return rows
 
 
@@ -118,8 +100,8 @@ def cases_of(q, k, v):
         attend, make_mask = (
             torch.compile(f, dynamic=False) for f in (flex.flex_attention, flex.create_block_mask)
         )
-        # not compiled, it would hold T x T pairs. Made in the first call, so it fails in this case
-        # alone
+        # Not compiled, the mask would hold T x T pairs. It is made in the first call, so that only
+        # this case fails.
         mask = cache(
             lambda: make_mask(lambda b, h, i, j: i >= j, None, None, T, T, device=q.device)
         )

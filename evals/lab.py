@@ -11,6 +11,7 @@ file and a picture.
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from evals.instrument import (
 from evals.pictures import draw_recipes
 
 # The tables of When Attention Sink Emerges (2410.10781, section 7): {table: {row: our flags of
-# train.py, and the paper's Sink*, Sink_1 and loss, None where it has none}}.
+# train.py, and the paper's Sink*, Sink_1 and loss if it has them}}.
 #
 # The paper's models have 60M parameters, 10 blocks of 8 heads and T = 2048, trained on 5B tokens of
 # the Pile. It reports Sink_1^0.3 in percent of heads and sequences, the same for the extra key
@@ -46,20 +47,16 @@ SWEEPS = {
         "learned": ("--attn=softmax", None, 33.13, 3.79),
         # "relative" in their code
         "t5_index": ("--attn=softmax --pos=t5_index", None, 35.53, 5.45),
-        "t5": ("--attn=softmax --pos=t5", None, None, None),
+        "t5": ("--attn=softmax --pos=t5",),
         "alibi": ("--attn=softmax --pos=alibi", None, 20.78, 3.71),
         "rope": ("--attn=softmax --pos=rope", None, 18.18, 3.73),
     },
     "norm_place": {  # section 7.2
         "pre": ("--attn=softmax", None, 18.18, 3.73),
         "post": ("--attn=softmax --norm_place=post", None, 13.54, None),
-        "out": ("--attn=softmax --norm_place=out", None, None, None),
-        "out, queries and keys normed": (  # as in OLMo 2
-            "--attn=softmax --norm_place=out --qk_norm=all",
-            None,
-            None,
-            None,
-        ),
+        "out": ("--attn=softmax --norm_place=out",),
+        # as in OLMo 2
+        "out, queries and keys normed": ("--attn=softmax --norm_place=out --qk_norm=all",),
     },
     "bias": {  # table 4, and the questions of tables 12 and 13
         "softmax": ("--attn=softmax", None, 18.18, 3.73),
@@ -67,23 +64,13 @@ SWEEPS = {
         "kv_bias": ("--attn=kv_bias", 72.76, 0.04, 3.72),
         "k_bias": ("--attn=k_bias", 73.34, 0.0, 3.72),
         "v_bias": ("--attn=v_bias", None, 17.53, 3.73),
-        "k_bias, 1 channel": ("--attn=k_bias --attn_args=bias_dims=1", None, None, None),
-        "k_bias, 4 channels": ("--attn=k_bias --attn_args=bias_dims=4", None, None, None),
-        "4 heads": ("--attn=softmax --n_head=4", None, None, None),
-        "4 heads, k_bias": ("--attn=k_bias --n_head=4", None, None, None),
-        "4 heads, kv_bias": ("--attn=kv_bias --n_head=4", None, None, None),
-        "4 heads, one k_bias": (
-            "--attn=k_bias --n_head=4 --attn_args=bias_shared=1",
-            None,
-            None,
-            None,
-        ),
-        "4 heads, one kv_bias": (
-            "--attn=kv_bias --n_head=4 --attn_args=bias_shared=1",
-            None,
-            None,
-            None,
-        ),
+        "k_bias, 1 channel": ("--attn=k_bias --attn_args=bias_dims=1",),
+        "k_bias, 4 channels": ("--attn=k_bias --attn_args=bias_dims=4",),
+        "4 heads": ("--attn=softmax --n_head=4",),
+        "4 heads, k_bias": ("--attn=k_bias --n_head=4",),
+        "4 heads, kv_bias": ("--attn=kv_bias --n_head=4",),
+        "4 heads, one k_bias": ("--attn=k_bias --n_head=4 --attn_args=bias_shared=1",),
+        "4 heads, one kv_bias": ("--attn=kv_bias --n_head=4 --attn_args=bias_shared=1",),
     },
     "value_norm": {  # table 5
         "0": ("--attn=kv_bias --attn_args=value_norm=0,value_even=1", 73.34, 0.0, 3.72),
@@ -177,43 +164,26 @@ def command(args, run):
     else:
         models = {name: lab_flags(name) for name in recipes} | {"blind": RECIPES["blind"]}
 
-    def trained(row, seed):
+    def trained(seed, row):
         # models of sweeps are named by their flags: those of several tables are trained once
         name = folder_name(models[row]) if args.sweep else row
         folder = Path(args.out_dir) / f"{name}-{seed}"
-        return train_if_missing(
-            folder,
-            [
-                "--preset=lab",
-                f"--seed={seed}",
-                f"--out_dir={folder}",
-                *models[row].split(),
-                *args.train_args.split(),
-            ],
-            quiet=True,
-        )
+        flags = ["--preset=lab", f"--seed={seed}", f"--out_dir={folder}", *models[row].split()]
+        return train_if_missing(folder, [*flags, *args.train_args.split()], quiet=True)
 
     # seed by seed: an interrupted lab has all models of its first seeds
-    jobs = [(row, seed) for seed in seeds for row in models]
+    jobs = list(itertools.product(seeds, models))
     metas = dict(each_done(trained, jobs))
-    if failed := [f"{row} with seed {seed}" for row, seed in jobs if (row, seed) not in metas]:
+    if failed := [f"{row} with seed {seed}" for seed, row in jobs if (seed, row) not in metas]:
         raise ValueError(
             f"not finished: {', '.join(failed)}. Read the errors above, and change "
             "flags with --train_args"
         )
-    runs = {}
-    for row in models:
-        group = [metas[row, seed] for seed in seeds]
-        runs[row] = [
-            {"parameters": meta["parameters"], "seconds": meta["seconds"]} | meta["report"]
-            for meta in group
-        ]
-    numbers = {
-        "flags": dataclasses.asdict(args),
-        "machine": group[0]["machine"],
-        "versions": group[0]["versions"],
-        "runs": runs,
-    }
+    runs = {row: [] for row in models}
+    for (_, row), meta in metas.items():
+        runs[row].append({key: meta[key] for key in ("parameters", "seconds")} | meta["report"])
+    machine = {key: meta[key] for key in ("machine", "versions")}
+    numbers = {"flags": dataclasses.asdict(args), **machine, "runs": runs}
     # only a whole lab may replace the committed results
     whole = set(recipes) == set(recipe_names("all")) and not args.train_args and len(seeds) >= 3
     name = f"lab-{args.sweep}" if args.sweep else "lab"
@@ -252,18 +222,19 @@ def rows_of(runs, sweep=""):
     the range of sink_idle over seeds."""
     rows, columns = [], SWEEP_COLUMNS if sweep else COLUMNS
     for name, group in runs.items():
-        ours = [[figures.get(key) for figures in group] for key in columns.values()]
-        cells = ["-" if None in values else f"{np.mean(values):.3f}" for values in ours]
+        cells = []
+        for key in columns.values():
+            values = [figures.get(key) for figures in group]
+            cells.append("-" if None in values else f"{np.mean(values):.3f}")
         if sweep:
-            theirs = ["-" if value is None else f"{value:.2f}" for value in SWEEPS[sweep][name][1:]]
+            _, *found = SWEEPS[sweep][name]
+            theirs = ["-" if value is None else f"{value:.2f}" for value in found or [None] * 3]
             sinks = [figures["sink_idle"] for figures in group]
             rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
         else:
             exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-            cells += [
-                f"{np.mean([figures[key] for figures in group]):.0f}"
-                for key in ("parameters", "seconds")
-            ]
+            for key in ("parameters", "seconds"):
+                cells.append(f"{np.mean([figures[key] for figures in group]):.0f}")
             rows.append([name if exact else f"{name} (derivatives)", *cells])
     if sweep:
         return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]

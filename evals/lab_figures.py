@@ -34,26 +34,17 @@ def lab_figures(model, split, data_meta, machine, count=256):
     # the same sequences three times: unchanged, without the first value, without the first key
     changes = (seeing(see), value_zeroed(every_head(model)), key_hidden)
     as_is, zero, hide = (losses_with(change, model, rows, machine) for change in changes)
-    excess = {kind: (as_is - bayes)[counted].mean().item() for kind, counted in kinds.items()}
+    figures = {}
+    for kind, name in (("all", "loss"), ("copy", "copy"), ("idle", "idle")):
+        figures[f"excess_{name}"] = (as_is - bayes)[kinds[kind]].mean().item()
     mean = {kind: mean_of(layers) for kind, layers in probes.items()}
-    figures = {
-        "excess_loss": excess["all"],
-        "excess_copy": excess["copy"],
-        "excess_idle": excess["idle"],
-    }
-    figures |= {
-        f"{name}_{kind}": mean[kind][name]
-        for name in ("sink", "share", "times_uniform", "row_mass", "extra")
-        for kind in ("idle", "copy")
-    }
-    figures |= {
-        name: mean["all"][name]
-        for name in ("value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps")
-    }
-    figures |= {
-        "zero_cost": (zero - as_is).mean().item(),
-        "hide_cost": (hide - as_is).mean().item(),
-    }
+    for name in ("sink", "share", "times_uniform", "row_mass", "extra"):
+        for kind in ("idle", "copy"):
+            figures[f"{name}_{kind}"] = mean[kind][name]
+    for name in ("value_norm_ratio", "sparsity", "empty_rows", "sink_eps", "extra_eps"):
+        figures[name] = mean["all"][name]
+    figures["zero_cost"] = (zero - as_is).mean().item()
+    figures["hide_cost"] = (hide - as_is).mean().item()
     # nan: undefined for this recipe
     return {name: value for name, value in figures.items() if not math.isnan(value)}
 
@@ -74,11 +65,9 @@ def true_process(rows, data_meta):
     trigger = torch.isin(x, torch.tensor(data_meta["triggers"], device=x.device))
     # (ids, symbols)
     bigrams = torch.tensor(data_meta["bigrams"], dtype=torch.float64).to(x.device, torch.float32)
-    # after a trigger the token before it is certain, if it is a symbol; elsewhere the bigram row
-    # decides
-    p = torch.where(
-        trigger & (before < symbols), (y == before).float(), bigrams[x, y.clamp(max=symbols - 1)]
-    )
+    usual, copied = bigrams[x, y.clamp(max=symbols - 1)], (y == before).float()
+    # after a trigger the token before it is certain, if it is a symbol
+    p = torch.where(trigger & (before < symbols), copied, usual)
     # the fixed token's place is known
     p[:, torch.arange(1, y.shape[1] + 1) == data_meta["fixed_at"]] = 1.0
     return -p.log(), trigger

@@ -7,9 +7,8 @@ So lengths differ only in the context before a token. Standard errors are over s
 
 --rope_scaling stretches RoPE's wavelengths at the lengths beyond the training length. With
 --finetune the model first trains for more steps at each of them, as a new run (Threshold
-Differential Attention 2601.12145, section 6 and
-appendix D.3: 500 steps). The base row, from which "more" is measured, is the model as it was
-trained.
+Differential Attention 2601.12145, section 6 and appendix D.3: 500 steps). The base row, from which
+"more" is measured, is the model as it was trained.
 """
 
 import itertools
@@ -59,23 +58,19 @@ def command(args, run):
     """Loss and perplexity at several lengths on the same tokens, and by the position in the
     window."""
     trained, machine = run.meta["knobs"]["block_size"], run.machine
-    lengths = sorted(
-        set(whole_numbers(args.lengths or f"{trained},{2 * trained},{4 * trained}", "lengths"))
-    )
+    text = args.lengths or f"{trained},{2 * trained},{4 * trained}"
+    lengths = sorted(set(whole_numbers(text, "lengths", 1)))
     longest = lengths[-1]
-    if lengths[0] == 0 or any(longest % length for length in lengths):
+    if any(longest % length for length in lengths):
         raise ValueError(
-            f"--lengths={args.lengths}: each must divide the longest, {longest}, so that all read the "
-            "same tokens"
+            f"--lengths={args.lengths}: each must divide the longest, {longest}, so that all read "
+            "the same tokens"
         )
     run.window(longest, "lengths")  # raises ValueError
-    split, count = (
-        run.split(args.split),
-        max(2, 65_536 // longest) if args.windows < 0 else args.windows,
-    )
+    count = max(2, 65_536 // longest) if args.windows < 0 else args.windows
     base = trained if trained in lengths else lengths[0]
     unstretched = max(base, trained)  # the longest windows that --rope_scaling leaves as they are
-    losses = {}  # {length: the loss of every token, (spans, longest)}
+    split, losses = run.split(args.split), {}  # {length: the loss of every token, (spans, longest)}
     for length in lengths:
         model, found = run.model, []
         if args.finetune and length > trained:
@@ -88,9 +83,8 @@ def command(args, run):
             # (B longest / length, length + 1)
             windows = rows.unfold(1, length + 1, length).flatten(0, 1)
             with torch.no_grad():
-                found.append(
-                    token_losses(model, windows, machine).view(len(rows), -1).double().cpu()
-                )
+                nats = token_losses(model, windows, machine)
+            found.append(nats.view(len(rows), -1).double().cpu())
         losses[length] = torch.cat(found).numpy()
     numbers = {
         "dataset": run.dataset,
@@ -112,9 +106,10 @@ def summary(losses, length, base):
     positions in the window."""
     figures, (spans, longest) = figures_of(losses.mean(1), (losses - base).mean(1)), losses.shape
     by_position, mean = [], losses.reshape(spans, -1, length).mean(1)  # (spans, length)
-    for start, end in itertools.pairwise(
-        [0, *(end for end in bin_ends(longest) if end < length), length]
-    ):
+    # the bins end at the longest length divided by powers of sqrt(2)
+    ends = {round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())}
+    ends = sorted(end for end in ends | {0, length} if end <= length)
+    for start, end in itertools.pairwise(ends):
         here, its_error = mean_and_error(mean[:, start:end].mean(1))
         by_position.append({"first": start + 1, "last": end, "loss": here, "error": its_error})
     # d exp(x) = exp(x) dx
@@ -122,18 +117,11 @@ def summary(losses, length, base):
     return {"length": length, **figures, "perplexity_error": error, "by_position": by_position}
 
 
-def bin_ends(longest):
-    """The ends of the bins of positions: the longest length divided by powers of sqrt(2)."""
-    return sorted({round(longest / 2 ** (k / 2)) for k in range(2 * longest.bit_length())} - {0})
-
-
 def unscaled(run):
     """The model of a run with its own RoPE, and with the other overrides of this evaluation."""
-    others = {
-        name: value
-        for name, value in run.overrides.items()
-        if name not in ("rope_base", "rope_scaling")
-    }
+    others = run.overrides.copy()
+    for name in ("rope_base", "rope_scaling"):
+        others.pop(name, None)
     return run.model if others == run.overrides else run.beside(run.out_dir, others).model
 
 
@@ -151,28 +139,13 @@ def finetuned(run, length, args):
         "device": run.machine.device,
     }
     if "learning_rate" in knobs:  # public weights lack it; train.py has a preset for them
-        same = (
-            "gradient_accumulation_steps",
-            "weight_decay",
-            "beta1",
-            "beta2",
-            "head_lr",
-            "grad_clip",
-            "seed",
-        )
-        flags |= {name: knobs[name] for name in same} | {
-            "batch_size": max(1, knobs["batch_size"] * knobs["block_size"] // length),
-            "learning_rate": knobs["learning_rate"] / 10,
-        }
-    flags |= run.overrides
-    train_if_missing(
-        folder,
-        [
-            *(f"--{name}={shown(value)}" for name, value in flags.items()),
-            f"--out_dir={folder}",
-            *args.train_args.split(),
-        ],
-    )
+        same = "gradient_accumulation_steps weight_decay beta1 beta2 head_lr grad_clip seed"
+        flags |= {name: knobs[name] for name in same.split()}
+        flags["batch_size"] = max(1, knobs["batch_size"] * knobs["block_size"] // length)
+        flags["learning_rate"] = knobs["learning_rate"] / 10
+    flags |= run.overrides | {"out_dir": folder}
+    words = [f"--{name}={shown(value)}" for name, value in flags.items()]
+    train_if_missing(folder, [*words, *args.train_args.split()])
     return run.beside(folder).model
 
 
@@ -181,27 +154,22 @@ def in_words(numbers):
     bin."""
     keys = ("loss", "loss_error", "perplexity", "perplexity_error", "more", "more_error")
     rows = [[str(row["length"]), *(row[key] for key in keys)] for row in numbers["lengths"]]
-    longest = numbers["lengths"][-1]
-    bins = [
-        [str(b["first"]) if b["first"] == b["last"] else f"{b['first']}-{b['last']}", b["loss"]]
-        for b in longest["by_position"]
-    ]
+    longest, bins = numbers["lengths"][-1], []
+    for b in longest["by_position"]:
+        seen = f"{b['first']}-{b['last']}" if b["first"] < b["last"] else str(b["last"])
+        bins.append([seen, b["loss"]])
     meanings = {
-        "+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the same at every "
-        "length",
+        "+-": f"standard errors over {numbers['spans']} spans of {longest['length']} tokens, the "
+        "same at every length",
         "more": f"nats per token more than at length {numbers['base']}",
     }
     if numbers["rope_scaling"]:
         meanings["scaling"] = (
             f"RoPE as it was trained in windows of at most {numbers['unstretched']} tokens"
         )
-    return "\n\n".join(
-        [
-            table(rows, ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]),
-            legend(meanings),
-            table(bins, ["tokens seen", "loss"]),
-        ]
-    )
+    header = ["length", "loss", "+-", "perplexity", "+-", "more", "+-"]
+    by_position = table(bins, ["tokens seen", "loss"])
+    return f"{table(rows, header)}\n\n{legend(meanings)}\n\n{by_position}"
 
 
 def draw(path, found):
@@ -209,33 +177,22 @@ def draw(path, found):
     position in the longest window, in the middles of the bins. A line for each run; dotted lines at
     the training lengths."""
     longest = max(numbers["lengths"][-1]["length"] for numbers in found.values())
-    trained = {
-        numbers["training_length"]
-        for numbers in found.values()
-        if numbers["training_length"] <= longest
-    }
+    trained = {numbers["training_length"] for numbers in found.values()}
+    marks = [length for length in trained if length <= longest]
     bases = " and ".join(sorted({str(numbers["base"]) for numbers in found.values()}))
-    panels = {
-        "perplexity": "perplexity of the same tokens",
-        "more": f"nats a token more than at length {bases}",
-        "loss": "nats a token, in the longest window",
+    panels = {  # {title: the columns x, y and error}
+        "perplexity of the same tokens": ("length", "perplexity", "perplexity_error"),
+        f"nats a token more than at length {bases}": ("length", "more", "more_error"),
+        "nats a token, in the longest window": ("middle", "loss", "error"),
     }
     with figure_of(path, [3.9], [4.3] * 3) as axes:
-        for ax, (name, title) in zip(axes[0], panels.items(), strict=True):
-            curves, xlabel = (
-                {},
-                "tokens seen in the window" if name == "loss" else "tokens in a window",
-            )
+        for ax, (title, columns) in zip(axes[0], panels.items(), strict=True):
+            curves, xlabel = {}, "tokens in a window"
             for place, numbers in found.items():
-                rows, error = numbers["lengths"], f"{name}_error"
-                x = [row["length"] for row in rows]
-                if name == "loss":
-                    rows, error = rows[-1]["by_position"], "error"
-                    x = [math.sqrt(b["first"] * b["last"]) for b in rows]
-                curves[Path(place).name] = (
-                    x,
-                    [row[name] for row in rows],
-                    [row[error] for row in rows],
-                )
-            line_panel(ax, curves, title, xlabel, trained, legend=name == "perplexity")
+                rows = numbers["lengths"]
+                if "middle" in columns:
+                    xlabel, bins = "tokens seen in the window", rows[-1]["by_position"]
+                    rows = [b | {"middle": math.sqrt(b["first"] * b["last"])} for b in bins]
+                curves[Path(place).name] = [[row[name] for row in rows] for name in columns]
+            line_panel(ax, curves, title, xlabel, marks, legend=ax is axes[0, 0])
             powers_of_two(ax.xaxis)

@@ -1,6 +1,6 @@
 """What bench and passkey ask of a model: how likely is a continuation, and how does a text go on?
 
-A batch holds only inputs of the same length, so none of them needs padding.
+A batch holds only inputs of the same length, so no input needs padding.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from evals.instrument import progress
 
 
 class Answer(NamedTuple):
-    """What a model says of a continuation."""
+    """How likely a continuation is."""
 
     loglik: float  # sum over its tokens, in nats
     greedy: bool  # was each of them the likeliest?

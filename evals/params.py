@@ -11,6 +11,8 @@ that the layer computes from them.
 """
 
 import dataclasses
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, pstdev
@@ -26,7 +28,7 @@ from evals.pictures import draw_rows, frame, heat_map, signed
 from model import GPT
 
 MEANINGS = {  # name: its meaning, printed below the tables
-    "tau": "tau / n is subtracted from each softmax weight; what falls below 0 becomes 0 (Lazy Attention plots -tau)",
+    "tau": "tau / n is subtracted from each softmax weight, down to 0 (Lazy Attention plots -tau)",
     "beta": "scores below beta sqrt(2 log(n / kappa) / d) have weight zero",
     "sigma": "the score is multiplied by sigma log n",
     "scale_beta": "the score is multiplied by 1 + scale_beta log(n + 1)^scale_gamma",
@@ -39,7 +41,7 @@ MEANINGS = {  # name: its meaning, printed below the tables
     "dt_bias": "a token's time step is softplus(dt_bias), from 0.001 to 0.1 at first",
     "|dt_bias|": "norm of the biases of a head's time steps, one for each channel",
     "A_log": "the logarithm of the rate at which a head's state fades",
-    "forget_bias": "a head's state keeps sigmoid(forget_bias) at each token, before the token's own contribution",
+    "forget_bias": "at an input of 0, a head keeps sigmoid(forget_bias) of its state",
     "skip": "factor on a token's own value, which is added to the state's output",
     "|memory|": "norm of the memory matrix that every sequence begins with",
     "|memory_bias|": "norm of the bias of that memory",
@@ -47,26 +49,26 @@ MEANINGS = {  # name: its meaning, printed below the tables
     "|memory_out|": "norm of its second matrix",
     "|inner_scale|": "norm of the weights of the norm on the memory's output",
     "|inner_bias|": "norm of the biases of that norm",
-    "|place|": "norm of the learned correction to 1, 1/2, 1/3, ..., the shares of a chunk's steps that its tokens read",
-    "|centroids|": "norm of the centroid of each Focus group; the columns are groups, not heads",
-    "|potential|": "norm of the vector that keeps Focus' groups even, which training changes without a gradient",
-    "|planes|": "norm of each channel of MagicPIG's random directions; the columns are channels, not heads",
+    "|place|": "norm of what is added to 1, 1/2, 1/3, ..., the steps of the tokens of a chunk",
+    "|centroids|": "norm of each Focus group's centroid; the columns are groups, not heads",
+    "|potential|": "norm of the vector that keeps Focus' groups even",
+    "|planes|": "norm of MagicPIG's random directions; the columns are channels, not heads",
     "gate_scale": "Focus' gates are sigmoid(gate_scale (g_i . g_j - gate_offset))",
     "gate_offset": "the similarity g_i . g_j of two tokens at which their gate is 1/2",
     "dex_lambda": "factor on Dex's correction, which is subtracted",
     "alpha": "entmax's alpha: 1 is softmax, 2 sparsemax",
     "sharpness": "factor on the scores of a row of block_size keys",
-    "lambda": "factor on the second view, which is subtracted; mean over tokens if it depends on them",
-    "kept": "share of its state that a head keeps at each token; mean over tokens, and over channels if they differ",
-    "written": "factor on a token's value when a head writes it; for ttt its rate times the width, for titans times "
-    "the square root of the width; mean over tokens",
+    "lambda": "factor on the second view, which is subtracted; mean over tokens",
+    "kept": "share of its state that a head keeps at each token; mean over tokens and channels",
+    "written": "factor on a token's value when a head writes it; mean over tokens. Of ttt: its "
+    "rate times the width; of titans: its rate times the square root of the width",
     "momentum": "share of its last step that a learning memory repeats; mean over tokens",
-    "slowed": "share of tokens at which a learning memory lowers its rate, so that its step does not overshoot",
-    "gate": "the gate on the output: from 0 (closed) to 1 (open) unless it is a silu; mean over tokens",
+    "slowed": "share of tokens at which a learning memory lowers its rate",
+    "gate": "the gate on the output: 0 is closed, 1 open (but not of a silu); mean over tokens",
 }
 
 BIAS = {
-    "distance bias": "added to the score at each distance, mean over heads; Lazy Attention's b is minus this",
+    "distance bias": "added to the score at each distance, mean over heads; Lazy Attention's -b",
     "decay": "its mean at distances 1 to 8, minus its mean beyond a quarter of all distances",
 }
 
@@ -83,9 +85,6 @@ RANGES = {  # ranges of distances, from Lazy Attention's section 5.3
 class Params(Windows):
     """Flags of params"""
 
-    split: str = knob(
-        "val", "split for gates and lambdas that depend on the text", ("train", "val")
-    )
     windows: int = knob(8, "fixed windows of the split, spread evenly", least=1)
 
 
@@ -96,68 +95,50 @@ def command(args, run):
     # the initial values of attention do not depend on the MLP, which can be large
     config = dataclasses.replace(run.model.config, mlp="relu", n_inner=1)
     fresh = [block.attn for block in GPT(config, run.meta["knobs"].get("seed", 1337)).transformer.h]
+    start = list(map(figures, fresh))
     now = list(map(figures, modules))
-    # if a linear layer other than the projections computes a gate or a lambda, average this over
-    # text
-    if any(
-        name not in ("c_attn", "c_proj")
-        and any(isinstance(part, nn.Linear) for part in child.modules())
-        for module in modules
-        for name, child in module.named_children()
-    ):
-        now, windows = [{} for _ in modules], 0
-
-        def see(layer, module, q, k, v, x, table):
-            for name, value in figures(module, x[:, module.sink_tokens :]).items():
-                now[layer][name] = now[layer].get(name, 0) + len(x) * value.double()
-
-        for rows in batches(run, args, run.window(args.length)):
-            watch(run.model, see, rows[:, :-1], run.machine)
-            windows += len(rows)
-        now = [{name: total / windows for name, total in layer.items()} for layer in now]
-    values = {"now": now, "start": list(map(figures, fresh))}
-    biased = [layer for layer, module in enumerate(modules) if module.distance() is not None]
+    # one more linear layer than c_attn and c_proj: it computes a gate or a lambda from the text
+    if any(sum(isinstance(part, nn.Linear) for part in module.modules()) > 2 for module in modules):
+        now = means_over_text(args, run)
     kept = {name for module in modules for name, _ in module.named_buffers(recurse=False)}
-    numbers = {
-        "attn": run.model.config.attn,
-        "figures": {
-            name: {
-                when: [rounded(layer[name]) for layer in layers if name in layer]
-                for when, layers in values.items()
-            }
-            | {
-                "layers": [layer for layer, found in enumerate(now) if name in found],
-                "learned": name.strip("|") not in kept,
-            }
-            for name in dict.fromkeys(sum(map(list, now), []))
-        },
-        "distance_bias": {"layers": biased}
-        | {
-            when: [rounded(bias_by_distance(layers[layer])) for layer in biased]
-            for when, layers in (("now", modules), ("start", fresh))
+    numbers = {"attn": run.model.config.attn, "figures": {}, "distance_bias": None}
+    for name in dict.fromkeys(itertools.chain(*now)):
+        layers = [layer for layer, found in enumerate(now) if name in found]
+        numbers["figures"][name] = {
+            "now": [rounded(now[layer][name]) for layer in layers],
+            "start": [rounded(start[layer][name]) for layer in layers],
+            "layers": layers,
+            "learned": name.strip("|") not in kept,
         }
-        if biased
-        else None,
-    }
+    if biased := [layer for layer, module in enumerate(modules) if module.distance() is not None]:
+        numbers["distance_bias"] = {
+            "layers": biased,
+            "now": [rounded(bias_by_distance(modules[layer])) for layer in biased],
+            "start": [rounded(bias_by_distance(fresh[layer])) for layer in biased],
+        }
     return numbers, in_words(numbers)
+
+
+def means_over_text(args, run):
+    """The figures of each layer, means over the windows of text."""
+    totals, windows = [Counter() for _ in run.model.transformer.h], 0
+
+    def see(layer, module, q, k, v, x, table):
+        for name, value in figures(module, x[:, module.sink_tokens :]).items():
+            totals[layer][name] += len(x) * value.double()
+
+    for rows in batches(run, args, run.window(args.length)):
+        watch(run.model, see, rows[:, :-1], run.machine)
+        windows += len(rows)
+    return [{name: total / windows for name, total in layer.items()} for layer in totals]
 
 
 # tensors that are not shown: `figures` shows the number that the layer computes from them, or they
 # are not learned
-HIDDEN = (
-    "conv",
-    "theta",
-    "lambda_logit",
-    "lambda_q1",
-    "lambda_k1",
-    "lambda_q2",
-    "lambda_k2",
-    "progress",
-    "steps",
-    "moves",
-    "directions",
-    "means",
-)
+HIDDEN = """
+    conv theta lambda_logit lambda_q1 lambda_k1 lambda_q2 lambda_k2
+    progress steps moves directions means
+""".split()
 
 
 def figures(module, x=None):
@@ -173,21 +154,20 @@ def figures(module, x=None):
             continue
         if p.numel() == 1:
             found[name] = p.reshape(1)
-        elif (
-            p.dim() == 1
-            and len(p) in (module.heads, module.score_heads)
-            and name not in module.added
-        ):
+        elif p.dim() > 1:
+            found[f"|{name}|"] = p.flatten(1).norm(dim=1)
+        elif len(p) in (module.heads, module.score_heads) and name not in module.added:
             found[name] = p
         else:
-            found[f"|{name}|"] = p.flatten(1).norm(dim=1) if p.dim() > 1 else p.norm()[None]
+            found[f"|{name}|"] = p.norm()[None]
     if module.args.get("alpha") == "learned":  # its row input is the power 1 / (alpha - 1)
         found["alpha"] = 1 + 1 / module.rule.row_input(module, ones).flatten()
     if module.score_factor:
         found["sharpness"] = module.score_factor(module.config.block_size * ones).flatten()
     # one number, one for each head, or one for each head and token
     if module.config.diff != "none":
-        found["lambda"] = (module.mix(x) + x.new_zeros(1, module.heads, 1, 1)).mean((0, 2, 3))
+        mix = module.mix(x) + x.new_zeros(1, module.heads, 1, 1)
+        found["lambda"] = mix.mean((0, 2, 3))
     if getattr(module, "log_forget", None):
         found["kept"] = module.log_forget(x).exp().mean((0, 2, 3))
     # Mamba2's time step, the delta rule's beta, or a rate
@@ -204,8 +184,7 @@ def figures(module, x=None):
 
 def bias_by_distance(module):
     """The bias on the score at distances 0 to W - 1, (score heads, W). W is the smaller of
-    bias_range and
-    block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
+    bias_range and block_size. The paper's b (Lazy Attention, eq. 4) is minus this."""
     W = min(module.config.block_size, module.config.bias_range)
     return module.distance().bias(1, W)[:, 0].flip(-1)  # the last row sees distances W - 1 .. 0
 
@@ -221,43 +200,36 @@ def in_words(numbers):
     the names."""
     texts, bias = [], numbers["distance_bias"]
     for name, figure in numbers["figures"].items():
-        heads = len(figure["now"][0])
-        header = (
-            [*(f"head {h}" for h in range(heads)), "mean", "deviation"] if heads > 1 else ["value"]
-        )
-        rows = [
-            [
-                str(layer),
-                *values,
-                *([fmean(values), pstdev(values)] if heads > 1 else []),
-                fmean(first),
-            ]
-            for layer, values, first in zip(
-                figure["layers"], figure["now"], figure["start"], strict=True
-            )
-        ]
-        texts.append(
-            f"{name}{'' if figure['learned'] else ' (kept as it was)'}\n"
-            + table(rows, ["layer", *header, "at first"])
-        )
+        rows, heads = [], len(figure["now"][0])
+        header = [f"head {h}" for h in range(heads)] + ["mean", "deviation"]
+        for layer, values, first in each_layer(figure):
+            spread = [fmean(values), pstdev(values)] if heads > 1 else []
+            rows.append([layer, *values, *spread, fmean(first)])
+        title = name if figure["learned"] else f"{name} (kept as it was)"
+        header = header if heads > 1 else ["value"]
+        texts.append(f"{title}\n{table(rows, ['layer', *header, 'at first'])}")
     if bias:
         rows = []
-        for layer, curves, first in zip(bias["layers"], bias["now"], bias["start"], strict=True):
+        for layer, curves, first in each_layer(bias):
             curve = np.mean(curves, 0)  # (W,)
             ends = [*RANGES.values(), (1, 8), (len(curve) // 4 + 1, len(curve))]
             parts = [curve[low : high + 1] for low, high in ends]  # empty if the curve is shorter
             *means, near, far = (part.mean() if len(part) else None for part in parts)
-            rows.append(
-                [str(layer), *means, None if None in (near, far) else near - far, np.mean(first)]
-            )
+            decay = None if None in (near, far) else near - far
+            rows.append([layer, *means, decay, np.mean(first)])
         texts.append("distance bias\n" + table(rows, ["layer", *RANGES, "decay", "at first"]))
     if not texts:
         return (
-            f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: look at a run of "
-            "elastic, lazy, sink, gated or diff"
+            f"--attn={numbers['attn']} learns nothing in its attention besides the linear layers: "
+            "look at a run of elastic, lazy, sink, gated or diff"
         )
     meanings = {name: MEANINGS[name] for name in numbers["figures"] if name in MEANINGS}
     return "\n\n".join([*texts, legend(meanings | BIAS if bias else meanings)])
+
+
+def each_layer(figure):
+    """The number of each layer as text, and its values now and at first."""
+    return zip(map(str, figure["layers"]), figure["now"], figure["start"], strict=True)
 
 
 def draw(path, found):
@@ -266,33 +238,29 @@ def draw(path, found):
     Then the distance bias."""
     rows = {}
     for place, numbers in found.items():
-        panels, bias = [], numbers["distance_bias"]
+        panels = []
         for name, figure in numbers["figures"].items():
             change = np.subtract(figure["now"], figure["start"])  # (layers, heads)
-            colours, start = (
-                signed(max(np.abs(change).max(), 1e-6)),
-                fmean(map(fmean, figure["start"])),
-            )
+            start = fmean(map(fmean, figure["start"]))
             panels.append(
                 partial(
                     heat_map,
                     cells=change,
-                    colours=colours,
+                    colours=signed(max(np.abs(change).max(), 1e-6)),
                     numbers=figure["now"],
                     bar="change",
                     title=f"{name} ({start:.3g} at first)",
                     ylabel=f"layers {figure['layers']}",
                 )
             )
-        panels += (
-            [partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"]))]
-            if bias
-            else []
-        )
-        rows |= {place: panels} if panels else {}
+        if bias := numbers["distance_bias"]:
+            panels.append(partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"])))
+        if panels:
+            rows[place] = panels
     if not rows:
         raise ValueError(
-            f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, leave out --png"
+            f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, "
+            "leave out --png"
         )
     draw_rows(path, rows)
 

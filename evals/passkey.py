@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.flags import Knobs, knob
-from evals.instrument import legend, mean_and_error, progress, table, whole_numbers
+from evals.instrument import legend, mean_and_error, table, whole_numbers
 from evals.likelihood import answers, generated, text_tokenizer
 from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
@@ -71,49 +71,37 @@ def command(args, run):
     """Test whether the model finds a number hidden in a long text (Threshold Differential
     Attention, appendix C)."""
     coder = text_tokenizer(run)
-    usual = [length for length in range(500, 4001, 500) if length <= run.positions]
-    lengths = sorted(
-        {*(whole_numbers(args.lengths, "lengths") if args.lengths else usual or [500])}
-    )
+    usual = [length for length in range(500, 4001, 500) if length <= run.positions] or [500]
+    lengths = sorted(set(whole_numbers(args.lengths, "lengths"))) if args.lengths else usual
     run.check_positions(lengths[-1], "lengths")
-    trials = {
-        length: [
-            make_trial(coder, length, number, args.seed)
-            for number in progress(range(args.trials), run.machine.main)
-        ]
-        for length in lengths
-    }
-    found = {}
+    trials = {}
+    for length in lengths:
+        numbers = range(args.trials)
+        trials[length] = [make_trial(coder, length, number, args.seed) for number in numbers]
+    rows = []
     # the longest first: what does not fit into memory fails at once
     for length in reversed(lengths):
         scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
-        found[length] = summary(
-            length, [(trial.depth, row) for trial, row in zip(trials[length], scores, strict=True)]
-        )
+        depths = [trial.depth for trial in trials[length]]
+        rows.insert(0, summary(length, list(zip(depths, scores, strict=True))))
     numbers = {
         "trials": args.trials,
         "seed": args.seed,
         "rope_scaling": run.model.config.rope_scaling,
         "training_length": run.meta["knobs"]["block_size"],
-        "lengths": [found[length] for length in lengths],
-        "mean": {name: float(np.mean([row[name] for row in found.values()])) for name in SCORES},
+        "lengths": rows,
+        "mean": {name: float(np.mean([row[name] for row in rows])) for name in SCORES},
     }
-    rows = [
-        [
-            str(row["length"]),
-            str(row["trials"]),
-            *(row[name + end] for name in SCORES for end in ("", "_error")),
-        ]
-        for row in numbers["lengths"]
-    ]
-    by_depth = [
-        [str(row["length"]), *(part["gain"] for part in row["by_depth"])]
-        for row in numbers["lengths"]
-    ]
-    titles = [cell for title, _ in SCORES.values() for cell in (title, "+-")]
+    header, cells, by_depth = ["length", "trials"], [], []
+    for title, _ in SCORES.values():
+        header += [title, "+-"]
+    for row in rows:
+        length, trials, *scores = row.values()
+        cells.append([str(length), str(trials), *scores[:-1]])
+        by_depth.append([str(length), *(part["gain"] for part in row["by_depth"])])
     return numbers, (
         f"trained on windows of {numbers['training_length']:,} tokens\n\n"
-        f"{table(rows, ['length', 'trials', *titles])}\n\n{legend(dict(SCORES.values()))}\n\n"
+        f"{table(cells, header)}\n\n{legend(dict(SCORES.values()))}\n\n"
         f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}"
     )
 
@@ -136,17 +124,15 @@ def make_trial(coder, length, number, seed=0):
     def ids(garbage, more=""):
         return tuple(coder.encode(prompt_text(key, garbage, depth) + more).tolist())
 
-    # the number of tokens grows almost monotonically with the characters, so bisection finds the
-    # limit
     room, least = length - ANSWER, len(ids(0))
     if least > room:
         raise ValueError(
-            f"a prompt without any garbage has {least} tokens, and {ANSWER} are reserved for the answer: "
-            f"--lengths={length} must be at least {least + ANSWER}"
+            f"a prompt without any garbage has {least} tokens, and {ANSWER} are reserved for the "
+            f"answer: --lengths={length} must be at least {least + ANSWER}"
         )
-    characters = (
-        bisect.bisect_right(range(8 * length), room, key=lambda garbage: len(ids(garbage))) - 1
-    )
+    # the number of tokens grows almost monotonically with the characters: bisection finds the limit
+    sizes = range(8 * length)
+    characters = bisect.bisect(sizes, room, key=lambda garbage: len(ids(garbage))) - 1
     prompt = ids(characters)
 
     def following(number):  # encoded together with the prompt, as in lm-evaluation-harness
@@ -163,32 +149,25 @@ def prompt_text(key, characters, depth):
     Their number is uniform in 0..characters if depth is uniform in [0, 1)."""
     before = int(depth * (characters + 1))
     garbage = " ".join([GARBAGE] * (characters // len(GARBAGE) + 1))
-    return "\n".join(
-        [
-            INSTRUCTION,
-            garbage[:before],
-            NEEDLE.format(key=key),
-            garbage[: characters - before],
-            QUESTION,
-        ]
-    )
+    needle, after = NEEDLE.format(key=key), garbage[: characters - before]
+    return "\n".join([INSTRUCTION, garbage[:before], needle, after, QUESTION])
 
 
 def scores_of(model, machine, coder, trials, batch_size):
     """A dict of SCORES for each of these trials, which have about equally many tokens."""
-    requests = [
-        ([*trial.prompt, *ids], len(ids)) for trial in trials for ids in (trial.right, trial.wrong)
-    ]
+    requests = []
+    for trial in trials:
+        for ids in (trial.right, trial.wrong):
+            requests.append(([*trial.prompt, *ids], len(ids)))
     tokens = batch_size * max(len(ids) for ids, _ in requests)
     heard = iter(answers(model, machine, requests, tokens))
     prompts = [trial.prompt for trial in trials]
     said = generated(model, machine, prompts, tokens, ANSWER, temperature=0)
     found = []
     for trial, ids, right, wrong in zip(trials, said, heard, heard, strict=True):
-        correct = is_correct(coder.decode(ids), trial.key)
         found.append(
             {
-                "correct": float(correct),
+                "correct": float(is_correct(coder.decode(ids), trial.key)),
                 "log_likelihood": right.loglik,
                 "gain": right.loglik - wrong.loglik,
             }
@@ -209,76 +188,48 @@ def summary(length, trials):
     def means(group):
         found = {"trials": len(group)}
         for name in SCORES:
-            found[name], found[f"{name}_error"] = (
-                mean_and_error([s[name] for s in group]) if group else (None, None)
-            )
+            values = [scores[name] for _, scores in group]
+            mean, error = mean_and_error(values) if group else (None, None)
+            found |= {name: mean, f"{name}_error": error}
         return found
 
-    depths = [
-        [scores for depth, scores in trials if int(depth * DEPTHS) == i] for i in range(DEPTHS)
-    ]
-    return (
-        {"length": length}
-        | means([scores for _, scores in trials])
-        | {"by_depth": [means(part) for part in depths]}
-    )
+    parts = [[] for _ in range(DEPTHS)]
+    for depth, scores in trials:
+        parts[int(depth * DEPTHS)].append((depth, scores))
+    return {"length": length} | means(trials) | {"by_depth": list(map(means, parts))}
 
 
 def draw(path, found):
     """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors
     and dotted lines at the training lengths; below, for each run a map of the gain by length and
     depth, with the accuracy in its cells."""
-    runs = {place: numbers["lengths"] for place, numbers in found.items()}
-    trained = {place: numbers["training_length"] for place, numbers in found.items()}
-    marks = {
-        trained[place]
-        for place, rows in runs.items()
-        if rows[0]["length"] <= trained[place] <= rows[-1]["length"]
-    }
-    titles = {
-        "correct": "accuracy",
-        "log_likelihood": "log-likelihood of the key (nats)",
-        "gain": "gain of the key (nats)",
-    }
-    most = max(
-        1.0,
-        *(
-            abs(part["gain"] or 0)
-            for rows in runs.values()
-            for row in rows
-            for part in row["by_depth"]
-        ),
-    )
+    marks, curves, cells = set(), {name: {} for name in SCORES}, {}
+    for place, numbers in found.items():
+        rows, trained, run = numbers["lengths"], numbers["training_length"], Path(place).name
+        if rows[0]["length"] <= trained <= rows[-1]["length"]:
+            marks.add(trained)
+        for name in SCORES:
+            columns = ("length", name, f"{name}_error")
+            curves[name][run] = [[row[key] for row in rows] for key in columns]
+        parts = [[part["gain"], part["correct"]] for row in rows for part in row["by_depth"]]
+        # (2, depths, lengths)
+        cells[place] = np.array(parts, float).reshape(len(rows), DEPTHS, 2).T
+    most = max(1.0, *(np.nanmax(np.abs(gains)) for gains, _ in cells.values()))
+    titles = "accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)"
     with figure_of(path, [3.4] + [2.6] * -(-len(found) // 3), [4] * 3) as axes:
-        for ax, (name, title) in zip(axes[0], titles.items(), strict=True):
-            curves = {
-                Path(place).name: [
-                    [row[key] for row in rows] for key in ("length", name, f"{name}_error")
-                ]
-                for place, rows in runs.items()
-            }
-            line_panel(
-                ax, curves, title, "tokens of prompt and answer", marks, legend=name == "correct"
-            )
+        for ax, name, title in zip(axes[0], SCORES, titles, strict=True):
+            xlabel = "tokens of prompt and answer"
+            line_panel(ax, curves[name], title, xlabel, marks, legend=name == "correct")
         axes[0, 0].set_ylim(-0.03, 1.03)
         axes[0, 2].axhline(0, color=GREY, linestyle=":", linewidth=1)
         maps = axes[1:].flatten()
-        for ax, (place, rows) in zip(maps, runs.items(), strict=False):
-            gains, accuracies = (
-                [[row["by_depth"][i][name] for row in rows] for i in range(DEPTHS)]
-                for name in ("gain", "correct")
-            )  # (depths, lengths)
-            image = heat_map(
-                ax,
-                gains,
-                signed(most),
-                accuracies,
-                "tokens of prompt and answer",
-                "place of the key",
-                f"{Path(place).name}: gain in colour, accuracy in numbers",
-            )
-            ax.set_xticks(range(len(rows)), [row["length"] for row in rows], fontsize=8)
-            ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-        ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")
         for ax in maps[len(found) :]:
             ax.set_axis_off()
+        for ax, (place, (gains, accuracies)) in zip(maps, cells.items(), strict=False):
+            title = f"{Path(place).name}: gain in colour, accuracy in numbers"
+            labels = {"xlabel": xlabel, "ylabel": "place of the key", "title": title}
+            image = heat_map(ax, gains, signed(most), accuracies, **labels)
+            lengths = [row["length"] for row in found[place]["lengths"]]
+            ax.set_xticks(range(len(lengths)), lengths, fontsize=8)
+            ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
+        ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")

@@ -62,10 +62,18 @@ def draw_rows(path, rows):
         )
 
 
-def heat_map(ax, cells, colours, numbers=None, xlabel="head", ylabel="layer", title="", bar=None):
-    """Draw cells (rows, columns) as colours, with a number in each cell if `numbers` (rows,
-    columns) are given. None in either stays empty. bar: the label of a colour bar, None for no bar.
-    Returns the image."""
+def heat_map(
+    ax,
+    cells,  # (rows, columns)
+    colours,
+    numbers=None,  # (rows, columns)
+    xlabel="head",
+    ylabel="layer",
+    title="",
+    bar=None,
+):
+    """Draw cells as colours, with a number in each cell if `numbers` are given. None in either
+    stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
     cells = np.array(cells, float)  # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
@@ -122,7 +130,7 @@ def draw_recipes(path, groups, panels):
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
         ax.figure.supxlabel(
-            "a bar is the mean over runs, a dot one run; a bar that is cut off has its value beside it",
+            "a bar is the mean over runs, a dot one run; a cut-off bar has its value beside it",
             fontsize=9,
         )
 

@@ -104,7 +104,7 @@ def command(args, run):
 def compared(args, run):
     """The figures of each form at each length: {"lengths": [{"length", "forms": {form: its
     figures}}]}."""
-    groups.check(run)
+    groups.focus_of(run)  # raises ValueError
     K, window = run.model.transformer.h[0].attn.groups, run.model.config.window
     ks = whole_numbers(args.k, "k") if args.k else range(1, min(groups.MOST, K) + 1)
     if min(ks) < 1 or max(ks) > K:

@@ -3,8 +3,6 @@
 python eval.py sample --out_dir=out/stdlib-elastic --prompt="def attention("
 """
 
-import sys
-import time
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -34,30 +32,15 @@ def command(args, run):
     prompt = coder.encode(args.prompt) if args.prompt else first_token(coder, run.split)
     # (samples, T): each row draws its own tokens
     idx = as_ids(prompt, run.machine).expand(args.samples, -1)
-    times = [time.perf_counter()]  # of the start, then of the logits after every token
-
-    def note_time(model, inputs, outputs):
-        outputs[0][0, 0, 0].item()  # waits for the GPU
-        times.append(time.perf_counter())
-
-    hook = run.model.register_forward_hook(note_time)
     with run.machine.autocast():
         ids = run.model.generate(
             idx, args.tokens, args.temperature, args.top_k, seed=args.seed, stop=stop
         )
-    hook.remove()
-    speed = {"prompt": idx.numel() / (times[1] - times[0])}
-    if len(times) > 2:
-        speed["new"] = len(idx) * (len(times) - 2) / (times[-1] - times[1])
-    if run.machine.main:
-        print(
-            " ".join(f"{number:,.0f} {what} tokens/s" for what, number in speed.items()),
-            file=sys.stderr,
-        )
     texts = []
     for row in ids[:, len(prompt) :].tolist():
-        texts.append(coder.decode([*prompt.tolist(), *takewhile(lambda i: i not in stop, row)]))
-    return {"samples": texts, "tokens_per_s": speed}, "\n---------------\n".join(texts)
+        new = takewhile(lambda i: i not in stop, row)
+        texts.append(coder.decode([*prompt.tolist(), *new]))
+    return {"samples": texts}, "\n---------------\n".join(texts)
 
 
 def first_token(coder, split):

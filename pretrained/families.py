@@ -191,8 +191,8 @@ def rope_from(rope):
 
 
 def config_for(config, kind):
-    """Their config of a GPTConfig as a model of a family. It may lack choices of the GPTConfig:
-    compare what `config_from` makes of it."""
+    """The config of transformers for a GPTConfig, as a model of a family. It may lack choices of
+    the GPTConfig: compare it with what `config_from` returns."""
     theirs = {ours: name for name, ours in ACTIVATIONS.items()}
     values = dataclasses.asdict(config) | {
         "head_dim": config.head_width,
@@ -226,7 +226,7 @@ def state_from(theirs, config, kind):
         value = torch.cat(parts) if len(parts) > 1 else parts[0]  # no copy of a large one
         if kind == "bloom" and ".c_attn." in name:  # (heads, 3, D, ..) there
             value = value.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-        state[name] = value.mT.contiguous() if is_turned(name, value, kind) else value
+        state[name] = value.mT.contiguous() if is_transposed(name, value, kind) else value
     return state
 
 
@@ -236,14 +236,14 @@ def state_for(state, config, kind):
     theirs = {}
     for name, value in state.items():
         names = their_names(name, kind)
-        value = value.mT.contiguous() if is_turned(name, value, kind) else value
+        value = value.mT.contiguous() if is_transposed(name, value, kind) else value
         sizes = [len(value)] if len(names) == 1 else [config.head_width * n for n in heads]
         theirs |= dict(zip(names, value.split(sizes), strict=True))
     return theirs
 
 
 def their_names(name, kind):
-    """The names of the one or three tensors of theirs that make up one of ours: for a Llama,
+    """The names of their tensors, one or three, that make up one of ours: for a Llama,
     transformer.h.3.mlp.c_fc.weight is [model.layers.3.mlp.up_proj.weight]."""
     names = FAMILIES[kind].names
     module, suffix = name.rsplit(".", 1)  # weight or bias
@@ -253,6 +253,6 @@ def their_names(name, kind):
     return [f"{above}{part}.{suffix}" for part in names.get(module, module).split()]
 
 
-def is_turned(name, value, kind):
+def is_transposed(name, value, kind):
     """Does the family store this tensor as (in, out)? GPT-2 does so inside its blocks."""
     return kind == "gpt2" and ".h." in name and value.ndim == 2

@@ -62,9 +62,9 @@ def opened(path):
     facts: `licence`, `precision`, `instruction_tuned` (it has a chat template), and `id_hints`,
     dicts that may name the ids that end a text. A config that model.py cannot compute is refused
     before the weights are read. Raises ValueError."""
-    is_gguf = path.suffix == ".gguf"
-    folder, where = (path.parent, {"gguf_file": path.name}) if is_gguf else (path, {})
-    fields = gguf_fields(path) if is_gguf else {}
+    folder, where, fields = path, {}, {}
+    if path.suffix == ".gguf":
+        folder, where, fields = path.parent, {"gguf_file": path.name}, gguf_fields(path)
     their_config, config = read_config(folder, where)
     check_size(config, copies=1)
     with explained(f"transformers cannot read the weights of {path}"):
@@ -97,17 +97,13 @@ def opened(path):
         text_of(folder / "chat_template.jinja"),
         "chat_template" in text_of(folder / "tokenizer_config.json"),
     )
-    return (
-        theirs,
-        config,
-        tokenizer,
-        {
-            "licence": fields.get("general.license", card and card[1]),
-            "precision": fields.get("precision", str(theirs.dtype).removeprefix("torch.")),
-            "instruction_tuned": any(chat),
-            "id_hints": [their_config.to_dict(), *coders.id_hints_in(folder)],
-        },
-    )
+    facts = {
+        "licence": fields.get("general.license", card and card[1]),
+        "precision": fields.get("precision", str(theirs.dtype).removeprefix("torch.")),
+        "instruction_tuned": any(chat),
+        "id_hints": [their_config.to_dict(), *coders.id_hints_in(folder)],
+    }
+    return theirs, config, tokenizer, facts
 
 
 def text_of(path):

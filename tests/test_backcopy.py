@@ -28,17 +28,13 @@ def sequences(folder, split="train"):
 
 def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_table(tmp_path):
     folder = make(tmp_path / "backcopy")
-    x, table, triggers = (
-        sequences(folder),
-        np.array(meta(folder)["bigrams"]),
-        meta(folder)["triggers"],
-    )
-    assert (
-        (x[:, 0] == 64).all()
-        and x[:, 1:].max() < 64
-        and x.shape == (3000, 65)
-        and len(set(triggers)) == 5
-    )
+    x = sequences(folder)
+    table = np.array(meta(folder)["bigrams"])
+    triggers = meta(folder)["triggers"]
+    assert (x[:, 0] == 64).all()
+    assert x[:, 1:].max() < 64
+    assert x.shape == (3000, 65)
+    assert len(set(triggers)) == 5
     close(table.sum(1), np.ones(66))
     copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
     below(0.03, copies.mean())
@@ -64,14 +60,10 @@ def test_the_seed_determines_the_sequences_also_without_bos_and_with_a_fixed_tok
         for name, seed in (("a", 1), ("b", 1), ("c", 2))
     )
     x = sequences(a)
-    assert (
-        meta(a)["shards"] == meta(b)["shards"]
-        and (x != sequences(c)).any()
-        and (x != sequences(a, "val")).any()
-    )
-    assert (
-        x.shape == (50, 21)
-        and (x[:, 4] == 65).all()
-        and np.delete(x, 4, 1).max() < 64
-        and len(set(x[:, 0])) > 10
-    )
+    assert meta(a)["shards"] == meta(b)["shards"]
+    assert (x != sequences(c)).any()
+    assert (x != sequences(a, "val")).any()
+    assert x.shape == (50, 21)
+    assert (x[:, 4] == 65).all()
+    assert np.delete(x, 4, 1).max() < 64
+    assert len(set(x[:, 0])) > 10

@@ -78,10 +78,8 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"))
 @given(st.lists(TEXTS, min_size=1, max_size=5))
 def test_documents_come_back_from_every_kind_of_file(tmp_path_factory, texts):
     """Except those without text."""
-    folder, expected = (
-        tmp_path_factory.mktemp("kinds"),
-        [text for text in texts if text and not text.isspace()],
-    )
+    folder = tmp_path_factory.mktemp("kinds")
+    expected = [text for text in texts if text and not text.isspace()]
     rows = [write(folder / name, texts) for name in ("a.jsonl", "a.jsonl.gz")]
     with contextlib.suppress(ImportError):
         import pyarrow.parquet
@@ -152,9 +150,8 @@ def test_whole_documents_are_held_out_or_the_end_of_a_single_one(tmp_path, texts
     train, val = documents(tmp_path / "a")
     assert contents(tmp_path / "a") == contents(tmp_path / "b") and expected in (None, val)
     if expected is None:
-        assert sorted(train + val) == sorted(texts) and train == [
-            text for text in texts if text in set(train)
-        ]
+        assert sorted(train + val) == sorted(texts)
+        assert train == [text for text in texts if text in set(train)]
         assert 0.15 < sum(map(len, val)) / sum(map(len, texts)) <= share
 
 
@@ -205,9 +202,8 @@ def test_a_data_set_stores_the_public_models_tokenizer_that_it_uses(first, tmp_p
     assert texts == DOCUMENTS and whole.dtype == (np.uint32 if first else np.uint16)
     # tokenizer.json is left over
     data_script("text", "--source", source, "--out_dir", out, "--tokenizer=bytes")
-    assert tokens.tokenizer(str(out)).name == "bytes" and sorted(sum(documents(out), [])) == sorted(
-        DOCUMENTS
-    )
+    assert tokens.tokenizer(str(out)).name == "bytes"
+    assert sorted(sum(documents(out), [])) == sorted(DOCUMENTS)
 
 
 @needs_public

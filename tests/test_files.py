@@ -65,6 +65,6 @@ def test_a_plain_name_stays_in_its_folder(name):
     except ValueError:
         return
     path = os.path.join("data", name)
-    assert (
-        os.path.normpath(path) == path and os.path.split(path) == ("data", name) and "*" not in name
-    )
+    assert os.path.normpath(path) == path
+    assert os.path.split(path) == ("data", name)
+    assert "*" not in name

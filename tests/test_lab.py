@@ -75,23 +75,16 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
         "zero_cost": (zero - as_is).mean(),
         "hide_cost": (hide - as_is).mean(),
     }
-    for kind, counted in (
-        ("_idle", late & ~trigger),
-        ("_copy", late & trigger),
-        ("", torch.ones_like(trigger)),
-    ):
+    kinds = {"_idle": late & ~trigger, "_copy": late & trigger, "": torch.ones_like(trigger)}
+    for kind, counted in kinds.items():
         probe = Probe()
-        see = partial(probe.see, counted=counted)
-        in_every_layer(see, gpt, rows[:, :-1])
+        in_every_layer(partial(probe.see, counted=counted), gpt, rows[:, :-1])
         means = {"excess": excess[counted].mean()} | probe.result()
-        names = (
-            "excess sink share row_mass extra times_uniform"
-            if kind
-            else ("sparsity empty_rows sink_eps extra_eps value_norm_ratio")
-        )
-        expected |= {
-            name + kind: torch.as_tensor(means[name]).double().mean() for name in names.split()
-        }
+        names = "sparsity empty_rows sink_eps extra_eps value_norm_ratio"
+        if kind:
+            names = "excess sink share row_mass extra times_uniform"
+        for name in names.split():
+            expected[name + kind] = torch.as_tensor(means[name]).double().mean()
     expected = {name: value.item() for name, value in expected.items() if not value.isnan()}
     assert attn == "sink" or "extra_eps" not in expected  # only the sink has an extra key
     close(found, expected, size=as_is.max().item(), dtype=torch.float32)

@@ -63,10 +63,8 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
     close([torch.tensor(m["weights"]) for m in found["maps"]], whole)  # six digits are shown
     extra, ahead = gpt.transformer.h[0].attn.has_extra_key, gpt.sink_tokens
     assert found["queries"] == ["(sink token)"] * ahead + list("fox␣jumps")
-    assert (
-        found["keys"] == ["(extra key)"] * extra + found["queries"]
-        and found["first"] == extra + ahead
-    )
+    assert found["keys"] == ["(extra key)"] * extra + found["queries"]
+    assert found["first"] == extra + ahead
     assert "sink" in said.split() and ("extra" in said.split()) == bool(extra or ahead)
     if attn in ("kv_bias", "diff_rela"):  # pictures with an extra key and with signed views
         maps.draw(tmp_path / "x.png", {"run": found})
@@ -111,10 +109,11 @@ def test_the_page_has_the_numbers_of_json(page):
         path,
         """
         await ready
-        const tabs = page.runs.map(({ queries, weights, value_norms }) => [queries, weights, value_norms])
+        const tabs = page.runs.map(run => [run.queries, run.weights, run.value_norms])
         const cells = Object.keys(page.runs[0].measures).map(measure => [0, 1].map(hide => {
           set({ measure, hide })
-          return [...document.querySelectorAll("[role=gridcell]")].map(cell => +cell.ariaLabel.split(" ").at(-1))
+          const cells = [...document.querySelectorAll("[role=gridcell]")]
+          return cells.map(cell => +cell.ariaLabel.split(" ").at(-1))
         }))
         const rows = page.runs.map((_, run) => [0, 4, 14].map(row => {
           set({ run, layer: 2, head: 1, row, hide: 0 })
@@ -147,11 +146,9 @@ def test_the_page_has_the_numbers_of_json(page):
 def test_hidden_weights_are_those_of_a_row_without_the_first_key(page):
     for run in page[1][:2]:  # softmax, and softmax1, whose extra key gets a part of the weight
         for found in run["maps"]:
-            w, hidden, first = (
-                torch.tensor(found["weights"]),
-                torch.tensor(found["hidden"]),
-                run["first"],
-            )
+            w = torch.tensor(found["weights"])
+            hidden = torch.tensor(found["hidden"])
+            first = run["first"]
             w[1:, first] = 0
             close(hidden, w / w.sum(1, keepdim=True), dtype=torch.float32)
             measured = {
@@ -171,17 +168,17 @@ def test_keys_and_pointer_choose_heads_and_rows(width, page):
         path,
         """
         await ready
-        const press = (key, shiftKey) =>
-          document.body.dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }))
+        const press = (key, shiftKey) => document.body.dispatchEvent(
+          new KeyboardEvent("keydown", { key, shiftKey, bubbles: true }))
         document.querySelector("[aria-label^='layer 1, head 1']").click()
         press("ArrowDown"), press("ArrowLeft"), press("ArrowDown")      // the last layer is 2
         press("ArrowUp", true)
         const row = $("row").textContent
-        const place = $("map").children[7].children[3]                  // row 6, key 2, after labels
+        const place = $("map").children[7].children[3]            // row 6, key 2, after labels
         place.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }))
         const { offsetWidth, offsetHeight } = document.querySelector("[role=gridcell]")
-        return [$("title").textContent, row, $("at").textContent, Math.min(offsetWidth, offsetHeight),
-                document.documentElement.scrollWidth]""",
+        return [$("title").textContent, row, $("at").textContent,
+                Math.min(offsetWidth, offsetHeight), document.documentElement.scrollWidth]""",
         width,
     )
     assert title == "layer 2, head 0" and row.startswith("row 13, “w”")

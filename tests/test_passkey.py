@@ -30,15 +30,11 @@ def test_a_prompt_is_that_of_the_paper_and_the_key_divides_its_garbage(character
         "The pass key is 12345. Remember it. 12345 is the pass key.",
         "What is the pass key? The pass key is",
     ]
-    whole = " ".join(
-        [
-            "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-        ]
-        * 9
-    )
-    assert (
-        whole.startswith(before) and whole.startswith(after) and len(before + after) == characters
-    )
+    sentences = "The grass is green. The sky is blue. The sun is yellow. Here we go. "
+    whole = " ".join([f"{sentences}There and back again."] * 9)
+    assert whole.startswith(before)
+    assert whole.startswith(after)
+    assert len(before + after) == characters
     assert len(before) == int(depth * (characters + 1))  # uniform in 0..characters
 
 
@@ -54,11 +50,9 @@ def test_a_prompt_is_as_long_as_possible_with_room_for_the_answer(name, toy):
         assert text == prompt_text(trial.key, characters, trial.depth)
         assert coder.decode(trial.prompt + trial.right) == f"{text} {trial.key}"
         wrong = coder.decode(trial.prompt + trial.wrong).removeprefix(text)
-        assert (
-            re.fullmatch(r" \d+", wrong)
-            and len(trial.wrong) == len(trial.right)
-            and trial.wrong != trial.right
-        )
+        assert re.fullmatch(r" \d+", wrong)
+        assert len(trial.wrong) == len(trial.right)
+        assert trial.wrong != trial.right
 
 
 def test_trials_depend_only_on_number_length_and_seed_and_are_spread_evenly():

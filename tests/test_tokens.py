@@ -56,9 +56,8 @@ def test_windows_run_over_the_borders_of_shards(tmp_path_factory, draw, vocab_si
     split, length = tokens.Tokens(folder, "train"), draw.draw(st.integers(1, end))
     starts = draw.draw(st.lists(st.integers(0, end - length), min_size=1, max_size=5))
     expected = np.stack([ids[start : start + length] for start in starts])
-    assert (
-        len(split) == end and (split.windows(starts, length, expected.max() + 1) == expected).all()
-    )
+    assert len(split) == end
+    assert (split.windows(starts, length, expected.max() + 1) == expected).all()
     with pytest.raises(
         ValueError, match=f"train: token id {expected.max()} near .* has {expected.max()} ids"
     ):
@@ -118,9 +117,8 @@ def test_ids_become_the_same_text_whose_bytes_are_counted(some_coders, text):
     for coder in some_coders:
         ids = coder.encode(text)
         assert coder.decode(ids) == coder.decode(ids.tolist()) == text
-        assert coder.lengths[ids].sum() == len(text.encode()) and coder.lengths.shape == (
-            coder.vocab_size,
-        )
+        assert coder.lengths[ids].sum() == len(text.encode())
+        assert coder.lengths.shape == (coder.vocab_size,)
 
 
 @given(
@@ -167,15 +165,14 @@ def test_gpt2_has_the_same_ids_in_an_exported_tokenizer_json(name, text, gpt2, t
     """Also with only its first pairs. A special token that is spelled in a text is text."""
     ours, exported = exported_gpt2(name)
     ids = ours.encode(text)
-    assert (
-        ids.tolist() == exported.encode(text).tolist()
-        and ours.decode([ours.separator, *ids]) == text
-    )
+    assert ids.tolist() == exported.encode(text).tolist()
+    assert ours.decode([ours.separator, *ids]) == text
     assert ours.lengths[ids].sum() == exported.lengths[ids].sum() == len(text.encode())
     assert (ours.name, ours.vocab_size) == (
         name,
         len(ours.lengths),
-    ) and exported.separator == ours.separator
+    )
+    assert exported.separator == ours.separator
 
 
 @functools.cache
@@ -197,14 +194,10 @@ def test_without_a_network_the_folder_of_tiktoken_is_named(tmp_path, monkeypatch
 
 
 def test_a_long_text_is_cut_where_no_pair_of_tokens_is_merged(toy):
-    coder, long = (
-        tokens.tokenizer(str(toy)),
-        "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310,
-    )
-    assert (
-        len(list(coders.cut(long))) == 2
-        and coder.encode(long).tolist() == coder.coder.encode(long).ids
-    )
+    coder = tokens.tokenizer(str(toy))
+    long = "\n\n".join((TEXT * 40 + "x.\n", "... 12 34 -- ")) * 310
+    assert len(list(coders.cut(long))) == 2
+    assert coder.encode(long).tolist() == coder.coder.encode(long).ids
 
 
 def test_special_tokens_are_not_shown(toy):
@@ -263,7 +256,7 @@ def shelf(tmp_path, monkeypatch):
 import sys
 sys.path.insert(0, {str(tokens.HERE.parent)!r})
 from data import tokens
-coder = tokens.settle(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
+coder = tokens.tokenizer_of(args := tokens.flags("", "stdlib", "bytes").parse_args(), "stdlib")
 ids = dict(train=[coder.encode("one")], val=[coder.encode("two")])
 tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib")
 """)
@@ -276,9 +269,8 @@ def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
     assert tokens.data_for(None, "stdlib", MACHINE)[0] == shelf / "stdlib"
     folder, meta = tokens.data_for(toy, "stdlib", MACHINE)
     out, err = capfd.readouterr()
-    assert (
-        out == "" and f"making {shelf}/stdlib-toy: python data/stdlib.py --tokenizer={toy}" in err
-    )
+    assert out == ""
+    assert f"making {shelf}/stdlib-toy: python data/stdlib.py --tokenizer={toy}" in err
     assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
     (shelf / "stdlib.py").write_text("raise SystemExit(1)")
     assert tokens.data_for(toy, "stdlib", MACHINE) == (folder, meta)  # it is not made again
@@ -299,7 +291,7 @@ FIT = [  # (run, data set, the folder found or what is refused)
     ),
     ("bytes", "./foxes", "not a data set .*--tokenizer=bytes$"),
     ("namesake", "books", "books-toy is not a data set"),
-    ("other", "books", "other is not a data set .*--tokenizer=other$"),
+    ("other", "books", "books is not a data set .*--tokenizer=other$"),
     (None, "plays", "plays/meta.json is missing"),
 ]
 
