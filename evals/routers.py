@@ -145,7 +145,7 @@ def at_length(args, run, forms, T):
     machine = run.machine
     losses = {form: [] for form in forms}
     found = {}
-    mean = groups.mean_of([layer.numbers for layer in groups.look(args, run, T)])
+    mean = groups.mean_of(groups.look(args, run, T)[2])
     (one,) = window_batches(run.model, run.split(args.split), machine, T, 1, 1)
 
     calls = {form: partial(token_losses, model, one, machine) for form, model in forms.items()}
