@@ -11,7 +11,7 @@ import kernels
 from attention import LogSumExp, softmax
 from axes import options
 from axes.base import only
-from axes.layer import Layer
+from axes.layer import Layer, triton_obstacles
 from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS
@@ -38,6 +38,12 @@ def largest(x, k):
     """A mask of the k largest entries of x (.., N) along the last axis."""
     places = x.topk(min(k, x.shape[-1]), -1).indices  # (.., k)
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, places, True)
+
+
+def obstacles_of_kernels(config, device):
+    """The obstacles that mixers with a Triton kernel share, see Layer.obstacles."""
+    yield from triton_obstacles(config, device, config.head_width)
+    yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
 
 class Mixer(Layer):
@@ -82,7 +88,7 @@ class Mixer(Layer):
                 f"input at every token, which decides {self.decided_by_x}"
             )
 
-    # ----------------------------------------------------------------- softmax over some of the keys
+    # ---------------------------------------------------------------- softmax over some of the keys
 
     def softmax(self, s, seen):
         """Weights w (B, H, R, keys): the softmax of the scores s over the keys in the mask `seen`.

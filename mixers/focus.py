@@ -39,10 +39,9 @@ import kernels
 from attention import MASKED, RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only
-from axes.layer import triton_obstacles
 from axes.rows import SINKS, normalised_output
 from kernels import Mask, for_products, grouped, scaled_scores, visible, wide
-from mixers.base import Mixer, axes_of, largest
+from mixers.base import Mixer, axes_of, largest, obstacles_of_kernels
 
 # -------------------------------------------------------- the axis balance: how tokens find a group
 
@@ -360,9 +359,7 @@ def sparse_sequence(
     order = set_index.argsort(stable=True)  # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
-        keys = rows
-        if share_group[number].sum() > 1:  # the set shares a group with other sets
-            keys = share_group[number][set_index].nonzero()[:, 0]
+        keys = share_group[number][set_index].nonzero()[:, 0]
         outputs.append(
             some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused)
         )
@@ -374,7 +371,7 @@ def sparse_sequence(
     # the last key, up to each position, that shares no group with the set: (S, T), then (T,)
     last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
     last = last[set_index, i]
-    # If it is not near, the row has no keys in `near`
+    # if that key is not near, `near` is meaningless: the row has no keys in it
     near_r = near_r.masked_fill((last <= i - local)[:, None], MASKED)
 
     share = torch.sigmoid(r - near_r)  # weight of the keys that share a group
@@ -527,10 +524,8 @@ class Focus(Mixer):
             counted = counted * machine.world * machine.main
         self.balance.update(self, machine.mean(counted))
 
-    @staticmethod
-    def memberships(g, k):
-        """A mask of the k largest groups of each token, (B, T, K)."""
-        return largest(g, k)
+    # shares g (B, T, K) and k -> a mask of the k largest groups of each token, (B, T, K)
+    memberships = staticmethod(largest)
 
     def gate_factors(self, g):
         """Two factors a, b (B, 1, T, K + 1) such that a_i . b_j is the argument of the gate of
@@ -552,7 +547,16 @@ class Focus(Mixer):
         """Cache the shares of all tokens."""
         return {"g": cache.append("g", self.assign(x), 1)}
 
-    def attend(self, q, k, v, x, table=None, mask=None, g=None):
+    def attend(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hk, T, E)
+        x,  # (B, T, C)
+        table=None,
+        mask=None,
+        g=None,  # (B, T, K)
+    ):
         """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from
         x."""
         self.check(k, x if g is None else g, table)
@@ -598,7 +602,7 @@ class Focus(Mixer):
 
         return self.softmax_blocks(weights, self.featured(q), self.featured(k))
 
-    def bytes_read(self, q, k, v, x, table=None, mask=None, g=None):
+    def bytes_read(self, q, k, v, x, table=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never
         shut."""
         T = k.shape[2]
@@ -635,10 +639,6 @@ class Focus(Mixer):
 
     @staticmethod
     def obstacles(config, device):
-        yield (
-            "triton",
-            not config.topk,
-            "the soft gate of every pair has no kernel; hard gates (--topk=N) have one",
-        )
-        yield from triton_obstacles(config, device, config.head_width)
-        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
+        reason = "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
+        yield "triton", not config.topk, reason
+        yield from obstacles_of_kernels(config, device)

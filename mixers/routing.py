@@ -69,7 +69,10 @@ CLUSTERED = Rule(
 class Routing(Mixer):
     """A layer whose queries see the earlier keys of their own clusters: (B, T, C) to (B, T, C)."""
 
-    axes = axes_of({"softmax": CLUSTERED}, scale=only(SCALES, "sqrt_d", "one"))
+    axes = axes_of(
+        {"softmax": CLUSTERED},
+        scale=only(SCALES, "sqrt_d", "one"),
+    )
     causal = False
     cached = False
     added = ("means", "moves")
@@ -93,20 +96,26 @@ class Routing(Mixer):
         v = self.for_score_heads(v, 1)
         if self.training:
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                unit = F.normalize(wide(torch.cat([q, k], 2)), dim=-1)  # (B, H, R + T, D)
+                tokens = wide(torch.cat([q, k], 2))
+                unit = F.normalize(tokens, dim=-1)  # (B, H, R + T, D)
                 nearest = self.closeness(unit).argmax(-1)
                 nearest = F.one_hot(nearest, self.means.shape[1])  # (B, H, R + T, K)
-                self.sums = self.sums + (nearest.to(unit.dtype).mT @ unit).sum(0)
+                sums = nearest.to(unit.dtype).mT @ unit  # (B, H, K, D)
+                self.sums = self.sums + sums.sum(0)
         rows, keys, w, count = self.clusters(q, k, mask)
         w = F.dropout(w, self.config.dropout, self.training)
-        outputs = (w @ gathered(wide(v), keys)).flatten(2, 3)  # (B, H, K w, E)
+        values = gathered(wide(v), keys)  # (B, H, K, w, E)
+        outputs = (w @ values).flatten(2, 3)  # (B, H, K w, E)
         places = rows.flatten(2)[..., None].expand_as(outputs)
-        o = outputs.new_zeros(*q.shape[:3], outputs.shape[-1]).scatter_add(2, places, outputs)
+        o = outputs.new_zeros(*q.shape[:3], v.shape[3])  # (B, H, R, E)
+        o = o.scatter_add(2, places, outputs)
         return self.postprocess(o / count, x, v)
 
     def prepared(self, q, k):
         """Queries and keys after their norms, (B, H, R or T, D)."""
-        return self.featured(q), self.for_score_heads(self.featured(k), 1)
+        q = self.featured(q)
+        k = self.featured(k)
+        return q, self.for_score_heads(k, 1)
 
     def clusters(self, q, k, mask=None):
         """Positions of each cluster's queries and of its keys (B, H, K, w), its softmax weights (B,
@@ -116,11 +125,15 @@ class Routing(Mixer):
         T = k.shape[2]
         rows = self.nearest(q)
         keys = self.nearest(k)
-        seen = visible(rows[..., None] + T - R, keys[..., None, :], mask or self.mask)
-        s = wide(gathered(q, rows) @ gathered(k, keys).mT) * self.scale
+        i = rows[..., None] + T - R  # (B, H, K, w, 1)
+        j = keys[..., None, :]
+        seen = visible(i, j, mask or self.mask)  # (B, H, K, w, w)
+        s = gathered(q, rows) @ gathered(k, keys).mT
+        s = wide(s) * self.scale
         w = softmax(s, seen) * seen  # the softmax of a fully masked row is not 0
-        sees_any = seen.any(-1).flatten(2).to(w.dtype)  # (B, H, K w)
-        count = w.new_zeros(q.shape[:3]).scatter_add(2, rows.flatten(2), sees_any)
+        sees_any = seen.any(-1).flatten(2)  # (B, H, K w)
+        count = w.new_zeros(q.shape[:3])  # (B, H, R)
+        count = count.scatter_add(2, rows.flatten(2), sees_any.to(w.dtype))
         return rows, keys, w, count.clamp(min=1)[..., None]
 
     @torch.no_grad()
@@ -131,13 +144,15 @@ class Routing(Mixer):
         K = self.means.shape[1]
         w = self.args["cluster_size"] or math.ceil(T / K)
         unit = F.normalize(wide(x), dim=-1)
-        return self.closeness(unit).topk(min(w, T), dim=2).indices.mT
+        places = self.closeness(unit).topk(min(w, T), dim=2).indices  # (B, H, w, K)
+        return places.mT
 
     def closeness(self, unit):
         """Cosine of unit vectors (B, H, T, D) with each centroid times the centroid's length, (B,
         H, T, K). The length is at most 1, because a centroid is an average of unit vectors."""
+        means = self.means.to(unit.dtype)
         with torch.autocast(unit.device.type, enabled=False):
-            return unit @ self.means.to(unit.dtype).mT
+            return unit @ means.mT
 
     @torch.no_grad()
     def finish_step(self, machine):
@@ -149,8 +164,9 @@ class Routing(Mixer):
         self.moves += 1
         rate = torch.clamp(1 / self.moves, min=0.001)
         used = sums.abs().sum(-1, keepdim=True) > 0
-        means = torch.where(used, F.normalize(sums, dim=-1), self.means)
-        self.means.lerp_(means.to(self.means.dtype), rate)
+        directions = F.normalize(sums, dim=-1)
+        means = torch.where(used, directions, self.means).to(self.means.dtype)
+        self.means.lerp_(means, rate)
 
     # ----------------------------------------------------------- attention weights, for instruments
 
@@ -164,12 +180,14 @@ class Routing(Mixer):
         T = k.shape[2]
         # (B, H, K, w, w): in the flattened matrix
         places = rows[..., None] * T + keys[..., None, :]
-        dense = w.new_zeros(*q.shape[:2], R * T).scatter_add(2, places.flatten(2), w.flatten(2))
+        dense = w.new_zeros(*q.shape[:2], R * T)
+        dense = dense.scatter_add(2, places.flatten(2), w.flatten(2))
         dense = dense.unflatten(2, (R, T)) / count
         yield from dense.split(kernels.BLOCK, 2)
 
 
 def gathered(x, places):
     """The tokens of x (B, H, T, D) at the positions `places` (B, H, K, w): (B, H, K, w, D)."""
-    flat = places.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
-    return x.gather(2, flat).unflatten(2, places.shape[2:])
+    flat = places.flatten(2)[..., None]  # (B, H, K w, 1)
+    tokens = x.gather(2, flat.expand(-1, -1, -1, x.shape[-1]))
+    return tokens.unflatten(2, places.shape[2:])

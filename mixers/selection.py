@@ -108,7 +108,8 @@ def by_largest_components(layer, q, k, index, i, seen):
     tiny = torch.finfo(q.dtype).tiny  # a query may be 0
     total = size.sum(-1, keepdim=True).clamp(min=tiny)
     c = largest_sizes.sum(-1, keepdim=True) / total  # (B, H, R, 1)
-    s = wide(s * layer.scale) / c.clamp(min=tiny).sqrt()
+    c = c.clamp(min=tiny)
+    s = wide(s * layer.scale) / c.sqrt()
 
     j = torch.arange(k.shape[2], device=k.device)
     local = int(layer.args["local"] * layer.config.topk)
@@ -116,7 +117,8 @@ def by_largest_components(layer, q, k, index, i, seen):
     selected = topk_mask(layer, s.masked_fill(recent, math.inf), seen)
     share = None
     if layer.args["realloc"]:
-        share = (softmax(s, seen) * selected).sum(-1, keepdim=True)  # a_i
+        w = softmax(s, seen) * selected
+        share = w.sum(-1, keepdim=True)  # a_i
     return selected, share
 
 
@@ -146,8 +148,9 @@ def by_page(layer, q, k, index, i, seen):
     low = wide(index.kept["low"])[:, :, :whole].mT  # (B, Hk, D, whole)
     high = wide(index.kept["high"])[:, :, :whole].mT
     q = wide(q).detach()
-    bound = grouped(q.relu(), high) - grouped((-q).relu(), low)  # (B, H, R, whole)
-    rank = F.pad(bound, (0, pages - whole))  # (B, H, R, P)
+    of_positive = grouped(q.relu(), high)  # (B, H, R, whole)
+    of_negative = grouped((-q).relu(), low)
+    rank = F.pad(of_positive - of_negative, (0, pages - whole))  # (B, H, R, P)
     p = torch.arange(pages, device=q.device)
     own = i[:, None] // page  # (R, 1)
     rank = rank.masked_fill(p >= own, -math.inf)
@@ -202,7 +205,8 @@ def is_exact(layer, i, j):
 def log_collision_chance(layer, q, k, index, i, j):
     """log u_ij, (B, H, R, T), for keys k (B, Hk or H, T, D) at positions j."""
     centre = index.kept["centre"]  # (B, Hk, 1, D)
-    k = wide(k) - centre.repeat_interleave(k.shape[1] // centre.shape[1], 1)
+    sharing = k.shape[1] // centre.shape[1]
+    k = wide(k) - centre.repeat_interleave(sharing, 1)
     k = F.normalize(k, dim=-1)
     q = F.normalize(wide(q), dim=-1)
     cosine = grouped(q, k.mT)  # (B, H, R, T)
@@ -215,7 +219,8 @@ def log_collision_chance(layer, q, k, index, i, j):
     log_missed = others * torch.log1p(-equal) + torch.log1p(others * equal)
     u = -torch.expm1(log_missed)
     u = u.clamp(min=eps**2)  # a key with such a small chance is never found
-    return torch.where(is_exact(layer, i, j), 0.0, u.log())
+    exact = is_exact(layer, i, j)
+    return torch.where(exact, 0.0, u.log())
 
 
 def hashed_keys(layer, k, v, index):
@@ -309,7 +314,12 @@ SELECTS = {
     ),
 }
 
-AXES = axes_of(only(RULES, "softmax"), select=SELECTS, scale=SCALES, sink=SINKS)
+AXES = axes_of(
+    only(RULES, "softmax"),
+    select=SELECTS,
+    scale=SCALES,
+    sink=SINKS,
+)
 
 # ---------------------------------------------------------------------------------------- the layer
 
@@ -348,7 +358,16 @@ class Selection(Mixer):
         self.index_keys(self.featured(k), v, cache)
         return {"index": cache}
 
-    def attend(self, q, k, v, x, table=None, mask=None, index=None):
+    def attend(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hk, T, E)
+        x,  # (B, R or T, C)
+        table=None,
+        mask=None,
+        index=None,
+    ):
         """Softmax over the selected keys, see Mixer. index: of all T keys; None: made here."""
         self.check(k, x, table)
         mask = mask or self.mask
@@ -357,7 +376,8 @@ class Selection(Mixer):
             o = self.step(q, k, v, index)
         else:
             one_block = partial(self.block, partial(self.row_weights, index, mask))
-            (o,) = kernels.run_blocks(one_block, mask, ("rows", "keys", "keys"), q, k, v)
+            parts = "rows", "keys", "keys"
+            (o,) = kernels.run_blocks(one_block, mask, parts, q, k, v)
         return self.postprocess(o, x, v)
 
     def rule_inputs(self, q, k, v, mask, index=None):
@@ -385,13 +405,15 @@ class Selection(Mixer):
         places = places.split(counts.flatten().tolist())
         places = pad_sequence(places, batch_first=True)  # (B H, m): selected keys, then padding
         places = places.view(*selected.shape[:2], -1)  # (B, H, m)
-        real = torch.arange(places.shape[-1], device=k.device) < counts[..., None]  # (B, H, 1, m)
+        m = torch.arange(places.shape[-1], device=k.device)
+        real = m < counts[..., None]  # (B, H, 1, m)
         k_few = rows_at(k, places)  # (B, H, m, D)
         v_few = rows_at(v, places)  # (B, H, m, E)
         w, r = self.weights(q, k_few, index, real, i, places[:, :, None])
         o = weighted_sum(w, v_few, self.dropout * self.training)
         if share is not None:
-            mean = self.for_score_heads(index.kept["total"], 1) / k.shape[2]  # (B, H, 1, E)
+            total = self.for_score_heads(index.kept["total"], 1)  # (B, H, 1, E)
+            mean = total / k.shape[2]
             o = share * o + (1 - share) * mean
         return normalised_output(self, o, q, r, None)
 
@@ -437,14 +459,15 @@ class Selection(Mixer):
         q, k, index = self.rule_inputs(q, k, k, mask)  # the values do not change the weights
         return self.softmax_blocks(partial(self.row_weights, index, mask), q, k)
 
-    def bytes_read(self, q, k, v, x, table=None, mask=None, index=None):
+    def bytes_read(self, q, k, v, x, table=None, index=None):
         """The bytes that the choice of keys reads, and those of the selected keys and values of
         every head."""
         q = self.featured(q)
         k = self.featured(k)
         _, selected, _ = self.selected_now(q, k, index)
-        pair = k[0, 0, 0].nbytes + v[0, 0, 0].nbytes  # a key and its value
-        attended = selected.sum().item() * pair
+        of_key = k[0, 0, 0].nbytes
+        of_value = v[0, 0, 0].nbytes
+        attended = selected.sum().item() * (of_key + of_value)
         return self.scanned(k, index) + attended
 
     @staticmethod
