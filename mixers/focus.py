@@ -5,14 +5,16 @@ A router gives every token x_i a share g_ik of each of K groups. The product g_i
 tokens' shares opens or shuts a gate on their score. Near pairs, i - j < window, have no gate. The
 rest is plain softmax attention:
 
-    s'_ij = s_ij                        near                g_i = balance(W x_i . C^T / temperature)
-    s'_ij = s_ij gated by g_i . g_j             distant             gate = sigmoid(gate_scale (g_i . g_j - gate_offset))
+    near:     s'_ij = s_ij
+    distant:  s'_ij = s_ij gated by sigmoid(gate_scale (g_i . g_j - gate_offset))
+
+    g_i = balance(W x_i . C^T / temperature)
 
 The heads of a layer share W (d_g x C) and the centroids C (K x d_g). A retrofit trains only these:
 `train.py --init_from=RUN --attn=focus --train_only=focus`. Training computes every pair with its
 soft gate. With --topk=k the model is evaluated as in the paper: a token is a member of its k
-largest groups, and a distant pair attends if and only if the two tokens share a group. Then the
-other distant pairs are never computed, see `sparse`.
+largest groups, and a distant pair attends if and only if the two tokens share a group. `sparse`
+never computes the other distant pairs.
 
 The axis --balance chooses `balance`. With the gradient alone, one group takes all tokens (section
 4). The paper's Sinkhorn evens out the groups over all tokens of a sequence, so an early token's
@@ -20,7 +22,8 @@ groups depend on later tokens. The loss of such a model is not a prediction loss
 cannot be decoded. The default therefore carries the result of Sinkhorn from batch to batch, one
 number for each group. It is causal.
 
-Shapes: B batch, H heads, R rows, T keys, D width of q and k, E of v, K groups.  x (B, T, C)   g (B, T, K)
+Shapes: B batch, H heads, R rows, T keys, D width of q and k, E of v, K groups.
+x (B, T, C)   g (B, T, K)
 """
 
 import dataclasses
@@ -36,10 +39,9 @@ import kernels
 from attention import MASKED, RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only
-from axes.layer import triton_obstacles
 from axes.rows import SINKS, normalised_output
 from kernels import Mask, for_products, grouped, scaled_scores, visible, wide
-from mixers.base import Mixer, axes_of
+from mixers.base import Mixer, axes_of, largest, obstacles_of_kernels
 
 # -------------------------------------------------------- the axis balance: how tokens find a group
 
@@ -53,11 +55,11 @@ def by_softmax(layer, s):
 class Balance(Choice):
     """How a token's scores become shares of groups.
 
-    `count` returns a statistic of a training step's tokens, which is summed over micro-batches and
-    ranks; if it is a `sample`, only that of the step's first micro-batch is kept. After the step,
+    `count` returns a statistic of a training step's tokens. It is summed over micro-batches and
+    ranks. If it is a `sample`, only that of the step's first micro-batch is kept. After the step,
     `update` updates the layer from it."""
 
-    # layer, scores over the temperature (B, T, K) -> g, whose rows sum to 1
+    # layer, scores s over the temperature (B, T, K) -> g, whose rows sum to 1
     shares: Callable = by_softmax
     causal: bool = True  # no token's share depends on later tokens
     detached: bool = False  # the router's gradient ends at its input
@@ -73,11 +75,12 @@ def potentials(layer, s):
     Starting from Q = exp(s), each of N iterations divides by the sum over tokens, then by the sum
     over groups. Here Q is in logarithms. After the last division, each row of Q is softmax(s_i -
     u). NOT causal: the sum over tokens includes later ones."""
-    Q, u = s, 0.0
+    u = torch.zeros_like(s[:, :1])  # (B, 1, K)
+    Q = s  # (B, T, K)
     for _ in range(layer.args["iterations"]):
         u = u + Q.logsumexp(1, keepdim=True)
         Q = (s - u).log_softmax(-1)
-    return u - u.mean(-1, keepdim=True) if layer.args["iterations"] else torch.zeros_like(s[:, :1])
+    return u - u.mean(-1, keepdim=True)
 
 
 def sinkhorn(layer, s):
@@ -88,14 +91,19 @@ def sinkhorn(layer, s):
 def with_potential(layer, s):
     """g_i = softmax(s_i - u), where u averages Sinkhorn's potentials over the sequences of past
     steps. Causal: u is a constant for the gradient and in evaluation. It starts at 0 and moves by
-    `rate`, so the groups are not
-    even in the first twenty steps or so."""
+    `rate`, so the groups are uneven in about the first twenty steps."""
     return (s - layer.potential).softmax(-1)
 
 
 def sum_of_potentials(layer, s, z, g):
     """The potentials summed over sequences, and the number of sequences: (K + 1,)."""
-    return F.pad(potentials(layer, s).sum((0, 1)), (0, 1), value=len(s))
+    u = potentials(layer, s)  # (B, 1, K)
+    return F.pad(u.sum((0, 1)), (0, 1), value=len(s))
+
+
+def move_potential(layer, sums):
+    """Move the potential towards the mean of all sequences."""
+    layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"])
 
 
 def confident_and_even(layer, g):
@@ -103,24 +111,36 @@ def confident_and_even(layer, g):
     each token is sure of its group and the groups are even. The paper names "entropy and balance
     losses" without a formula; its "balance weight x5" is penalty=0.05 here. It is computed for each
     micro-batch, so it depends on how a batch is split."""
-    return layer.args["penalty"] * (entropy(g).mean() - entropy(g.mean((0, 1))))
+    of_tokens = entropy(g).mean()
+    of_groups = entropy(g.mean((0, 1)))
+    return layer.args["penalty"] * (of_tokens - of_groups)
 
 
 def entropy(p):
     # clamp: finite slope at p = 0
-    return -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)
+    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log()
+    return -(p * log_p).sum(-1)
 
 
 def sums_by_group(layer, s, z, g):
     """Each group's sum of shares, and its sum of tokens weighted by their shares: (K, 1 + d_g)."""
-    return torch.cat([g.sum((0, 1))[:, None], torch.einsum("btk,btd->kd", g, z)], 1)
+    mass = g.sum((0, 1))  # (K,)
+    tokens = torch.einsum("btk,btd->kd", g, z)  # (K, d_g)
+    return torch.cat([mass[:, None], tokens], 1)
 
 
 def move_centroids(layer, sums):
-    """Move each centroid towards the mean of its tokens; the centroid of an empty group stays."""
+    """Move each centroid towards the mean of its tokens. The centroid of an empty group stays."""
     mass = sums[:, :1]
-    means = torch.where(mass > 1e-3, sums[:, 1:] / mass.clamp(min=1e-3), layer.centroids)
+    means = sums[:, 1:] / mass.clamp(min=1e-3)
+    means = torch.where(mass > 1e-3, means, layer.centroids)
     layer.centroids.lerp_(means, layer.args["rate"])
+
+
+def some_tokens(layer, s, z, g):
+    """At most 512 tokens of the first sequence, (n, d_g)."""
+    every = math.ceil(z.shape[1] / 512)
+    return z[0, ::every]
 
 
 def recluster(layer, z):
@@ -129,16 +149,17 @@ def recluster(layer, z):
     layer.steps += 1
     if layer.steps % layer.args["every"] == 0:
         layer.middle.copy_(z.mean(0))
-        layer.centroids.copy_(F.normalize(k_means(z - layer.middle, layer.args["groups"]), dim=-1))
+        means = k_means(z - layer.middle, layer.args["groups"])
+        layer.centroids.copy_(F.normalize(means, dim=-1))
 
 
 def k_means(z, K):
     """K means (K, d) of points z (n, d), by ten rounds of k-means. Each mean starts at the point
-    that is farthest
-    from the earlier starts."""
+    that is farthest from the earlier starts."""
     means = z[:1]
     for _ in range(1, K):
-        means = torch.cat([means, z[torch.cdist(z, means).amin(1).argmax()][None]])
+        farthest = torch.cdist(z, means).amin(1).argmax()
+        means = torch.cat([means, z[farthest][None]])
     for _ in range(10):
         member = F.one_hot(torch.cdist(z, means).argmin(1), K).to(z)  # (n, K)
         count = member.sum(0)[:, None]
@@ -160,13 +181,13 @@ def router(layer):
 def router_alone(layer):
     """The same, with centroids that have no gradient."""
     generator = torch.Generator().manual_seed(layer.depth)
-    start = torch.randn(layer.args["groups"], layer.args["route_dim"], generator=generator)
+    shape = layer.args["groups"], layer.args["route_dim"]
+    start = torch.randn(shape, generator=generator)
     return router(layer) | {"centroids": Fixed(F.normalize(start, dim=-1))}
 
 
-# 62: a token's set of groups is stored as the bits of an int64
 ROUTER = {
-    "groups": Constant(4, 1, 62),
+    "groups": Constant(4, 1, 62),  # a token's set of groups is stored as the bits of an int64
     "route_dim": Constant(16, 1, 65536),
     "temperature": Constant(0.1, 1e-6, math.inf),
 }
@@ -180,7 +201,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         args=SINKHORN | {"rate": Constant(0.1, 0.0, 1.0)},
         shares=with_potential,
         count=sum_of_potentials,
-        update=lambda layer, sums: layer.potential.lerp_(sums[:-1] / sums[-1], layer.args["rate"]),
+        update=move_potential,
     ),
     "sinkhorn": Balance(learns=router, args=SINKHORN, shares=sinkhorn, causal=False),
     "softmax": Balance(learns=router, args=ROUTER),
@@ -197,7 +218,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         count=sums_by_group,
         update=move_centroids,
     ),
-    "recluster": Balance(  # from at most 512 tokens of the first sequence. middle: see `recluster`
+    "recluster": Balance(
         learns=lambda layer: (
             router_alone(layer)
             | {
@@ -207,7 +228,7 @@ BALANCES = {  # the default is ours; the others are the paper's: section 2, tabl
         ),
         args=ROUTER | {"every": Constant(100, 1, 10**9)},
         sample=True,
-        count=lambda layer, s, z, g: z[0, :: -(-z.shape[1] // 512)],
+        count=some_tokens,
         update=recluster,
     ),
 }
@@ -233,7 +254,10 @@ def score_gate(s, z):
 
 def no_window(config, args, choices):
     if not config.window:
-        return "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give --window=1 or more"
+        return (
+            "--attn=focus gates the pairs beyond a window, and --window=0 gates none: give "
+            "--window=1 or more"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,8 +292,9 @@ AFFINITIES = {"log": affinity(log_gate, 0.5), "score": affinity(score_gate, 0.0)
 
 def more_than_groups(config, args, choices):
     if config.topk > args["groups"]:
+        groups = args["groups"]
         return (
-            f"--topk={config.topk} is more than the {args['groups']} groups: lower it, or raise "
+            f"--topk={config.topk} is more than the {groups} groups: lower it, or raise "
             "--attn_args=groups=NUMBER"
         )
 
@@ -284,20 +309,28 @@ AXES = axes_of(
 # ---------------------------------------------------------------------- the sparse form: open pairs
 
 
-def sparse(q, k, v, members, local, scale, fused=False):
+def sparse(
+    q,  # (B, H, T, D)
+    k,  # (B, Hk, T, D)
+    v,  # (B, Hk, T, E)
+    members,  # (B, T, K): is the token in the group?
+    local,  # pairs nearer than this have no gate
+    scale,
+    fused=False,  # use the Triton kernel
+):
     """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1).
-    members (B, T, K).
 
     Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near
     pairs that do not. A softmax over both is exactly the mean of their outputs, weighted by their
     sums of exponentials. The paper has one group for each token. With k groups a pair may share
     several and must count once. So tokens are sorted by their set of groups, and the rows of one
     set see all keys whose sets share a group with it, in one softmax."""
-    sequences = [
-        sparse_sequence(*parts, local, scale, fused)
-        for parts in zip(*(y.split(1) for y in (q, k, v)), members, strict=True)
-    ]
-    return tuple(torch.cat(parts) for parts in zip(*sequences, strict=True))
+    sequences = []
+    for n in range(len(q)):
+        one = slice(n, n + 1)
+        sequences.append(sparse_sequence(q[one], k[one], v[one], members[n], local, scale, fused))
+    o, r = zip(*sequences, strict=True)
+    return torch.cat(o), torch.cat(r)
 
 
 def sets_of(members):
@@ -305,29 +338,42 @@ def sets_of(members):
 
     Returns each token's set as the bits of a number (T,), its index among the S sets (T,), the
     number of tokens in each set (S,), and which sets share a group (S, S)."""
-    bits = (members * 2 ** torch.arange(members.shape[1], device=members.device)).sum(-1)
+    powers = 2 ** torch.arange(members.shape[1], device=members.device)  # (K,)
+    bits = (members * powers).sum(-1)
     sets, set_index, sizes = bits.unique(return_inverse=True, return_counts=True)
-    return bits, set_index, sizes, (sets[:, None] & sets) != 0
+    share_group = (sets[:, None] & sets) != 0
+    return bits, set_index, sizes, share_group
 
 
-def sparse_sequence(q, k, v, members, local, scale, fused):
-    """One sequence: q (1, H, T, D), k and v with as many heads or fewer, members (T, K)."""
+def sparse_sequence(
+    q,  # (1, H, T, D)
+    k,  # (1, Hk, T, D)
+    v,  # (1, Hk, T, E)
+    members,  # (T, K)
+    local,
+    scale,
+    fused,
+):
+    """`sparse` of one sequence."""
     bits, set_index, sizes, share_group = sets_of(members)
     order = set_index.argsort(stable=True)  # by set, and within a set by position
     outputs = []
     for number, rows in enumerate(order.split(sizes.tolist())):
-        alone = share_group[number].sum() == 1  # the set shares groups with itself only
-        keys = rows if alone else share_group[number][set_index].nonzero()[:, 0]
+        keys = share_group[number][set_index].nonzero()[:, 0]
         outputs.append(
             some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused)
         )
-    back, i = order.argsort(), torch.arange(len(bits), device=bits.device)
+    back = order.argsort()
     o, r = (torch.cat(parts, 2)[:, :, back] for parts in zip(*outputs, strict=True))
+
+    i = torch.arange(len(bits), device=bits.device)  # (T,)
     near, near_r = some_pairs(q, k, v, i, i, scale, fused, local, bits)
-    # (S, T): the last key, up to each position, that shares no group with the set. If it is not
-    # near, ignore `near`
+    # the last key, up to each position, that shares no group with the set: (S, T), then (T,)
     last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
-    near_r = near_r.masked_fill((last[set_index, i] <= i - local)[:, None], MASKED)
+    last = last[set_index, i]
+    # if that key is not near, `near` is meaningless: the row has no keys in it
+    near_r = near_r.masked_fill((last <= i - local)[:, None], MASKED)
+
     share = torch.sigmoid(r - near_r)  # weight of the keys that share a group
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)
 
@@ -335,29 +381,38 @@ def sparse_sequence(q, k, v, members, local, scale, fused):
 ROWS = 512  # rows of a block; large, because these blocks have few keys
 
 
-def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
-    """Softmax of the queries at positions `rows` over the keys at positions `keys` up to their own;
-    both are sorted. With `bits`, only over near keys (the last `local`) whose set of groups shares
-    no bit with the row's. Returns o
-    (1, H, R, E) and log-sum-exp (1, H, R, 1); both are meaningless for a row without keys."""
+def some_pairs(
+    q,  # (1, H, R, D)
+    k,  # (1, Hk, N, D)
+    v,  # (1, Hk, N, E)
+    rows,  # (R,): the positions of the queries, in order
+    keys,  # (N,): the positions of the keys, in order
+    scale,
+    fused,
+    local=0,
+    bits=None,  # (T,): each token's set of groups
+):
+    """Softmax of the queries over the keys up to their own positions. With `bits`, only over near
+    keys (the last `local`) whose set of groups shares no bit with the row's. Returns o (1, H, R, E)
+    and log-sum-exp (1, H, R, 1). Both are meaningless for a row without keys."""
     square = len(rows) == len(keys)
     if fused and square:
-        o, r = kernels.attend(
-            "softmax", q, k, v, scale=scale, window=local, sets=None if bits is None else bits[None]
-        )
+        sets = None if bits is None else bits[None]
+        o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=sets)
         return wide(o), r[..., None]
     # torch's fused kernel: its r has no gradient
     flash = q.device.type == "cpu" and not torch.is_grad_enabled()
     if flash and square and bits is None:
         return masked_softmax(q, k, v, None, scale, flash)
-    ends, outputs = torch.searchsorted(keys, rows, right=True).tolist(), []
+    ends = torch.searchsorted(keys, rows, right=True).tolist()
+    outputs = []
     for start in range(0, len(rows), ROWS):
         stop = min(start + ROWS, len(rows))
-        block, part = (
-            slice(start, stop),
-            slice(max(0, start + 1 - local) if local else 0, ends[stop - 1]),
-        )
-        i, j = rows[block], keys[part]
+        block = slice(start, stop)
+        begin = max(0, start + 1 - local) if local else 0
+        part = slice(begin, ends[stop - 1])
+        i = rows[block]
+        j = keys[part]
         seen = visible(i[:, None], j, Mask(window=local))
         if bits is not None:
             seen = seen & ((bits[i, None] & bits[j]) == 0)
@@ -368,23 +423,22 @@ def some_pairs(q, k, v, rows, keys, scale, fused, local=0, bits=None):
 
 
 def masked_softmax(q, k, v, seen, scale, flash):
-    """Softmax of queries (1, H, R, D) over the keys (1, Hk, T, D) in the mask `seen` (R, T): output
+    """Softmax of queries (1, H, R, D) over the keys (1, Hk, N, D) in the mask `seen` (R, N): output
     (1, H, R, E) and log-sum-exp (1, H, R, 1). flash: use torch's fused kernel, for which seen=None
     means causal."""
     if flash:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        bias = (
-            None
-            if seen is None
-            else torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
-        )
+        bias = None
+        if seen is not None:
+            bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
         o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale
         )
         return wide(o), r[..., None]
-    s = wide(grouped(q * scale, k.mT))  # (1, H, R, T)
+    s = wide(grouped(q * scale, k.mT))  # (1, H, R, N)
     w = softmax(s, seen)
-    return wide(grouped(w.to(v.dtype), v)), LogSumExp.apply(s, seen, w)
+    o = wide(grouped(w.to(v.dtype), v))
+    return o, LogSumExp.apply(s, seen, w)
 
 
 # ---------------------------------------------------------------------------------------- the layer
@@ -395,7 +449,9 @@ class Focus(Mixer):
 
     The cache of generation also holds the tokens' shares of groups."""
 
-    axes, retrofit, decided_by_x = AXES, True, "the token's groups"
+    axes = AXES
+    retrofit = True
+    decided_by_x = "the token's groups"
     refused = {  # {axis: why Focus does not accept its other values}
         "window_every": "each layer has a router, which needs the layer's own window",
         "first": "its groups decide which keys a row sees beyond the window",
@@ -415,12 +471,14 @@ class Focus(Mixer):
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
+        self.balance = self.choices["balance"]
+        self.affinity = self.choices["affinity"].gated_score
         self.groups = self.args["groups"]
         self.local = self.mask.window  # pairs nearer than this have no gate
         self.mask = self.mask._replace(window=0)  # every earlier key is visible
-        self.causal = self.cached = self.choices["balance"].causal
+        self.causal = self.cached = self.balance.causal
+        self.penalized = self.balance.penalty is not None
         self.counted = None  # the statistic of this training step
-        self.penalized = self.choices["balance"].penalty is not None
 
     @property
     def hard(self):
@@ -432,12 +490,13 @@ class Focus(Mixer):
 
     def assign(self, x):
         """Map the layer's normed input x (B, T, C) to the tokens' shares of groups g (B, T, K).
-        Each token's shares sum to 1. In float32, because the division by the temperature amplifies
-        rounding."""
-        balance = self.choices["balance"]
+        Each token's shares sum to 1. They are float32, because the division by the temperature
+        amplifies rounding."""
+        balance = self.balance
+        if balance.detached:
+            x = x.detach()
         with torch.autocast(x.device.type, enabled=False):
-            # (B, T, d_g)
-            z = F.linear(wide(x.detach() if balance.detached else x), self.router.weight)
+            z = F.linear(wide(x), self.router.weight)  # (B, T, d_g)
             middle = getattr(self, "middle", 0.0)
             s = (z - middle) @ self.centroids.mT / self.args["temperature"]  # (B, T, K)
             g = balance.shares(self, s)
@@ -447,8 +506,7 @@ class Focus(Mixer):
             statistic = balance.count(self, s.detach(), z.detach(), g.detach())
             if self.counted is None:
                 self.counted = statistic
-            # a sample: the first micro-batch has the step's first sequence
-            elif not balance.sample:
+            elif not balance.sample:  # the first micro-batch has the step's first sequence
                 self.counted = self.counted + statistic
         return g
 
@@ -457,123 +515,130 @@ class Focus(Mixer):
         """After a training step: update the router from the step's statistic, equally on all
         ranks."""
         self.penalty = 0.0  # free its graph
-        balance, counted, self.counted = self.choices["balance"], self.counted, None
+        counted = self.counted
+        self.counted = None
         # a frozen router keeps its groups
         if counted is None or not self.router.weight.requires_grad:
             return
-        if balance.sample:  # all ranks take the main rank's: the others add 0 to the mean
+        if self.balance.sample:  # all ranks take the main rank's: the others add 0 to the mean
             counted = counted * machine.world * machine.main
-        balance.update(self, machine.mean(counted))
+        self.balance.update(self, machine.mean(counted))
 
-    @staticmethod
-    def memberships(g, k):
-        """The k largest groups of each token: (B, T, K), true or false."""
-        return torch.zeros_like(g, dtype=torch.bool).scatter(-1, g.topk(k, -1).indices, True)
+    # shares g (B, T, K) and k -> a mask of the k largest groups of each token, (B, T, K)
+    memberships = staticmethod(largest)
 
     def gate_factors(self, g):
         """Two factors a, b (B, 1, T, K + 1) such that a_i . b_j is the argument of the gate of
         tokens i and j. For hard gates, it is above 0 if and only if they share a group."""
+        scale = self.gate_scale
+        offset = self.gate_offset
         if self.hard:
-            g, scale, offset = wide(self.memberships(g, self.hard).to(g.dtype)), 1.0, 0.5
-        else:
-            scale, offset = self.gate_scale, self.gate_offset
-        ones = torch.ones_like(g[..., :1])
-        return torch.cat([g * scale, -scale * offset * ones], -1)[:, None], torch.cat(
-            [g, ones], -1
-        )[:, None]
+            g = self.memberships(g, self.hard).to(g.dtype)
+            scale = 1.0
+            offset = 0.5
+        ones = torch.ones_like(g[..., :1])  # (B, T, 1)
+        a = torch.cat([g * scale, -scale * offset * ones], -1)
+        b = torch.cat([g, ones], -1)
+        return a[:, None], b[:, None]
 
     # ------------------------------------------------------------------ the layer's interface
 
     def remember(self, cache, x, k, v):
-        """The shares of all tokens."""
+        """Cache the shares of all tokens."""
         return {"g": cache.append("g", self.assign(x), 1)}
 
-    def attend(self, q, k, v, x, table=None, mask=None, g=None):
+    def attend(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hk, T, E)
+        x,  # (B, T, C)
+        table=None,
+        mask=None,
+        g=None,  # (B, T, K)
+    ):
         """Softmax over the gated pairs, see Mixer. g: shares of all T tokens; None: computed from
         x."""
         self.check(k, x if g is None else g, table)
-        g = self.assign(x) if g is None else g
-        R, mask = q.shape[2], mask or self.mask
-        q, k = self.featured(q), self.featured(k)
+        if g is None:
+            g = self.assign(x)
+        R = q.shape[2]
+        mask = mask or self.mask
+        q = self.featured(q)
+        k = self.featured(k)
         if self.hard and R == k.shape[2] and mask.hidden < 0:
             fused = self.kernel_on(q.device.type) == "triton"
-            qkv = (y if fused else for_products(y) for y in (q, k, v))
-            o, *r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, fused)
+            qkv = [q, k, v] if fused else [for_products(y) for y in (q, k, v)]
+            o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, fused)
+            o = normalised_output(self, o, q, r, None)  # an extra key takes its share
         else:
             a, b = self.gate_factors(g)
-            weights, parts = (
-                partial(self.gated_weights, mask),
-                ("rows", "keys", "keys", "rows", "keys"),
-            )
-            o, *r = kernels.run_blocks(
-                partial(self.block, weights), mask, parts, q, k, v, a[:, :, -R:], b
-            )
-        # an extra key takes its share of the weights
-        o = normalised_output(self, o, q, r[0] if r else None, None)
+            one_block = partial(self.block, partial(self.gated_weights, mask))
+            parts = "rows", "keys", "keys", "rows", "keys"
+            (o,) = kernels.run_blocks(one_block, mask, parts, q, k, v, a[:, :, -R:], b)
         return self.postprocess(o, x[:, -R:], v)
 
     def gated_weights(self, mask, i, q, k, a, b):
-        """Weights (B, H, R, keys) of the rows at positions i (R,), and their log-sum-exp if an
-        extra key needs it. a (B, 1, R, G) and b (B, 1, keys, G): see `gate_factors`."""
-        affinity = self.choices["affinity"].gated_score
-        j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
-        near, seen = i[:, None] - j < self.local, visible(i[:, None], j, mask)
+        """The weights (B, H, R, keys) of the rows at positions i (R,), see Mixer.softmax.
+        a (B, 1, R, K + 1) and b (B, 1, keys, K + 1): see `gate_factors`."""
+        j = torch.arange(k.shape[2], device=k.device)
+        near = i[:, None] - j < self.local  # (R, keys)
+        seen = visible(i[:, None], j, mask)  # (R, keys)
         s = scaled_scores(q, k, self.scale)  # (B, H, R, keys)
         z = grouped(a, b.mT)  # (B, 1, R, keys)
         if self.hard:
             seen = seen & (near | (z > 0))
         else:
-            s = torch.where(near, s, affinity(s, z))
-        w = softmax(s, seen)
-        return (w, LogSumExp.apply(s, seen, w)) if self.has_extra_key else (w,)
+            s = torch.where(near, s, self.affinity(s, z))
+        return self.softmax(s, seen)
 
     def weight_blocks(self, q, k, x, table=None, mask=None):
         """See Mixer."""
         self.check(k, x, table)
         a, b = self.gate_factors(self.assign(x))
-        return self.softmax_blocks(
-            lambda i, q, k: self.gated_weights(
-                mask or self.mask, i, q, k, a[:, :, i], b[:, :, : i[-1] + 1]
-            ),
-            self.featured(q),
-            self.featured(k),
-        )
 
-    def bytes_read(self, q, k, v, x, table=None, mask=None, g=None):
+        def weights(i, q, k):
+            return self.gated_weights(mask or self.mask, i, q, k, a[:, :, i], b[:, :, : k.shape[2]])
+
+        return self.softmax_blocks(weights, self.featured(q), self.featured(k))
+
+    def bytes_read(self, q, k, v, x, table=None, g=None):
         """The shares of all tokens, and the keys and values of the open pairs. A soft gate is never
         shut."""
-        all_pairs, T = super().bytes_read(q, k, v, x), k.shape[2]
+        T = k.shape[2]
+        all_pairs = super().bytes_read(q, k, v, x)
         if not self.hard:
             return all_pairs + g.nbytes
         members = self.memberships(g, self.hard)  # (B, T, K)
         near = torch.arange(T, device=g.device) > T - 1 - self.local
-        is_open = near | (members & members[:, -1:]).any(-1)
-        return all_pairs * is_open.double().mean().item() + g.nbytes
+        share_group = (members & members[:, -1:]).any(-1)  # (B, T)
+        open_share = (near | share_group).double().mean().item()
+        return all_pairs * open_share + g.nbytes
 
     # ------------------------------------------------------------------ limits
 
     @staticmethod
     def cannot_learn(config):
         groups = options.constants(config, AXES)["groups"]
+        size = config.block_size
         if groups == 1:
-            return "--attn_args=groups=1: with one group there is nothing to learn; use two or more groups"
-        if groups > config.block_size:
             return (
-                f"--attn_args=groups={groups}: more groups than the {config.block_size} tokens of --block_size "
+                "--attn_args=groups=1: with one group there is nothing to learn; use two or more "
+                "groups"
+            )
+        if groups > size:
+            return (
+                f"--attn_args=groups={groups}: more groups than the {size} tokens of --block_size "
                 "cannot be even; use fewer groups"
             )
-        if config.block_size <= config.window:
+        if size <= config.window:
             return (
-                f"--block_size={config.block_size} is no longer than --window={config.window}, so all pairs are "
-                "near and the router would learn nothing: lower --window or raise --block_size"
+                f"--block_size={size} is no longer than --window={config.window}, so all pairs "
+                "are near and the router would learn nothing: lower --window or raise --block_size"
             )
 
     @staticmethod
     def obstacles(config, device):
-        yield (
-            "triton",
-            not config.topk,
-            "the soft gate of every pair has no kernel; hard gates (--topk=N) have one",
-        )
-        yield from triton_obstacles(config, device, config.head_width)
-        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
+        reason = "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
+        yield "triton", not config.topk, reason
+        yield from obstacles_of_kernels(config, device)

@@ -42,7 +42,7 @@ def orthogonal_normal(m, D, generator):
         return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float64)
 
     blocks = []
-    for _ in range(-(-m // D)):
+    for _ in range(0, m, D):
         Q, R = torch.linalg.qr(draw(D, D))
         blocks.append(Q * R.diagonal().sign())  # the sign makes Q uniform over all rotations
     lengths = draw(m, D).norm(dim=1, keepdim=True)  # the lengths of independent directions
@@ -54,20 +54,31 @@ def directions(layer):
     --attn_args=features= says.
 
     Differs from the paper: it redraws them at intervals in training; here they are drawn once."""
-    m, D = layer.args["features"] or max(1, int(layer.width * math.log(layer.width))), layer.width
-    return {
-        "directions": Fixed(orthogonal_normal(m, D, torch.Generator().manual_seed(layer.depth)))
-    }
+    D = layer.width
+    m = layer.args["features"] or max(1, int(D * math.log(D)))
+    generator = torch.Generator().manual_seed(layer.depth)
+    return {"directions": Fixed(orthogonal_normal(m, D, generator))}
 
 
-def log_features(layer, q, k, v, forget, write, x):
+def log_features(
+    layer,
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    forget,
+    write,  # (B, H, T, 1): 0 for a hidden key, else 1
+    x,
+):
     """The inputs of `one_chunk`: log phi of queries and of keys, (B, H, T, m), and v. The queries'
     |q|^2 / 2 is left out, because it cancels. q already contains the score scale 1 / sqrt(D). Its
     root is moved to k, so both are divided by D^(1/4), as in the paper."""
-    root, W = math.sqrt(layer.scale), layer.directions.mT
-    q, k = q / root, k * root
+    root = math.sqrt(layer.scale)
+    q = q / root
+    k = k * root
+    W = layer.directions.mT  # (D, m)
     b = k @ W - k.square().sum(-1, keepdim=True) / 2
-    return q @ W, torch.where(write == 0, -1e30, b), v  # -1e30: a hidden key
+    b = torch.where(write == 0, -1e30, b)
+    return q @ W, b, v
 
 
 def one_chunk(state, a, b, v):
@@ -75,15 +86,17 @@ def one_chunk(state, a, b, v):
     C, m): log features of queries and keys. Every exponent is at most 0, and the largest entry of
     each query's a + c_t is shifted to 0."""
     S, c = state  # (B, H, m, E), (B, H, 1, m)
-    # (B, H, C, m): c_t at every token
+    C = a.shape[2]
+    # c_t at every token: (B, H, C, m)
     tops = torch.cat([c, b.detach()], 2).cummax(2).values[:, :, 1:]
-    largest = (a.detach() + tops).amax(-1, keepdim=True)  # (B, H, C, 1)
-    a = a - largest
-    later = torch.ones(a.shape[2], a.shape[2], dtype=torch.bool, device=a.device).triu(1)
+    a = a - (a.detach() + tops).amax(-1, keepdim=True)
+    later = torch.ones(C, C, dtype=torch.bool, device=a.device).triu(1)
     pairs = a[:, :, :, None] + b[:, :, None]  # (B, H, C, C, m)
-    o = (a + c).exp() @ S + pairs.masked_fill(later[..., None], -math.inf).exp().sum(-1) @ v
-    last = tops[:, :, -1:]
-    return o, ((c - last).exp().mT * S + (b - last).exp().mT @ v, last)
+    w = pairs.masked_fill(later[..., None], -math.inf).exp().sum(-1)  # (B, H, C, C)
+    o = (a + c).exp() @ S + w @ v
+    last = tops[:, :, -1:]  # (B, H, 1, m)
+    S = (c - last).exp().mT * S + (b - last).exp().mT @ v
+    return o, (S, last)
 
 
 def sum_of_weights(r, n):
@@ -95,7 +108,9 @@ def initial_sums(layer, v):
     """The state before the first token: S = 0, and -inf as the largest log features."""
     B, H, _, E = v.shape
     m = len(layer.directions)
-    return v.new_zeros(B, H, m, E), v.new_full((B, H, 1, m), -math.inf)
+    S = v.new_zeros(B, H, m, E)
+    c = v.new_full((B, H, 1, m), -math.inf)
+    return S, c
 
 
 FAVOR = StateRule(
@@ -109,8 +124,7 @@ FAVOR = StateRule(
 
 class Performer(Recurrent):
     """A recurrent layer whose state holds the sums of random features, and the largest log feature
-    of each direction.
-    """
+    of each direction."""
 
     axes = STATES | {
         "rule": {"favor": FAVOR},

@@ -11,34 +11,49 @@ query, a key and a value, all row vectors. It updates S (D x E) and reads it:
 `token_by_token` is this recurrence in PyTorch. The published models differ in forget, write and
 erase, and in what happens before and after:
 
-                    forget_t                    write_t   erase_t   before                  after
-    linear_state    1                           1         0         elu + 1                 over the sum of weights
-    retnet          gamma_h                     1         0         RoPE                    RMSNorm a head, silu gate
-    gla             sigmoid(x)^(1/16) a channel 1         0                                 RMSNorm a head, silu gate
-    mamba2          exp(-A_h dt_t)              dt_t      0         conv; all heads one k   + D_h v, silu gate, RMSNorm
-    deltanet  1                           beta_t    beta_t    conv, unit q and k      RMSNorm a head
-    gated_deltanet  exp(-A_h dt_t)              beta_t    beta_t    conv, unit q and k      RMSNorm a head, silu gate
-    kda             exp(-A_h dt_t) a channel    beta_t    beta_t    conv, unit q and k      RMSNorm a head, gate
-    ttt             1                           rate_t    gradient  RoPE within a chunk     q + LayerNorm, LayerNorm
-    titans         1 - alpha_t, with momentum  rate_t    gradient  conv, unit q, k; RMS v  as retnet
+                    forget_t                     write_t  erase_t   before
+    linear_state    1                            1        0         elu + 1
+    retnet          gamma_h                      1        0         RoPE
+    gla             sigmoid(x)^(1/16) a channel  1        0
+    mamba2          exp(-A_h dt_t)               dt_t     0         conv; all heads one k
+    deltanet        1                            beta_t   beta_t    conv, unit q and k
+    gated_deltanet  exp(-A_h dt_t)               beta_t   beta_t    conv, unit q and k
+    kda             exp(-A_h dt_t) a channel     beta_t   beta_t    conv, unit q and k
+    ttt             1                            rate_t   gradient  RoPE within a chunk
+    titans          1 - alpha_t, with momentum   rate_t   gradient  conv, unit q and k, RMS v
+
+                    after
+    linear_state    division by the sum of weights
+    mamba2          + D_h v, silu gate, RMSNorm
+    deltanet        RMSNorm a head
+    kda             RMSNorm a head, gate
+    ttt             q + LayerNorm, LayerNorm
+    all others      RMSNorm a head, silu gate
 
 ttt and titans write by gradient descent: u is a step that makes the state return v_t for k_t. The
-gradient is taken at the state before the chunk of tokens that t is in. In ttt the loss has a
+gradient is taken at the state before the chunk of tokens that contains t. In ttt the loss has a
 LayerNorm; in titans an MLP replaces S.
 
 The weights of a row need not sum to 1, so no row needs a sink (except with --normalize=sum, which
-divides by the sum
-of the weights). The size of the state does not depend on the number of tokens. Training takes a
-chunk of C tokens at once, by matrix products (`one_chunk`), and `mixers/recurrent_kernels.py` does
-the same in Triton.
+divides by the sum of the weights). The size of the state does not depend on the number of tokens.
+Training takes a chunk of C tokens at once, by matrix products (`one_chunk`), and
+`mixers/recurrent_kernels.py` does the same in Triton.
 
 As in the papers' code, a state runs through the whole sequence: document separators do not reset
 it, and padding is a token like any other.
 
-Shapes: B batch, H heads, T tokens, C tokens of a chunk, D width of q and k, E of v.  q, k (B, H or 1, T, D)
-v, u, o (B, H, T, E)   forget (B, H, T, 1 or D): logarithms, at most 0   write, erase (B, H, T, 1)   S (B, H, D, E)
-c (B, H, C, 1 or D): the sums of forget since the chunk began, so exp(c_i - c_j) is the decay from
-token j to token i
+In this file: the recurrence, one chunk of it, one chunk of a state that learns, the rules, the axes
+forget, write, conv, gate, out_norm and normalize, and the layer.
+
+Shapes: B batch, H heads, T tokens, C tokens of a chunk, D width of q and k, E of v.
+
+    q, k          (B, H or 1, T, D)
+    v, u, o       (B, H, T, E)
+    forget        (B, H, T, 1 or D): logarithms, at most 0
+    write, erase  (B, H, T, 1)
+    S             (B, H, D, E)
+    c             (B, H, C, 1 or D): the sums of forget since the chunk began, so exp(c_i - c_j) is
+                  the decay from token j to token i
 """
 
 import dataclasses
@@ -54,13 +69,13 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels
 from axes.base import Choice, Constant, Normal, only, split_heads
-from axes.layer import Cache, triton_obstacles
+from axes.layer import Cache
 from axes.outputs import EPS, GATES, OUT_NORMS, Gate, OutNorm, sigmoid_gate
 from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS, same_heads
 from kernels import wide
 from mixers import recurrent_kernels
-from mixers.base import Mixer, axes_of
+from mixers.base import Mixer, axes_of, obstacles_of_kernels
 
 # ------------------------------------------------------------------- the recurrence, token by token
 
@@ -74,12 +89,14 @@ def token_by_token(state, q, k, v, forget, erase=None):
     (S,) = state
     outputs = []
     for t in range(v.shape[2]):
-        q_t, k_t, u, forget_t = (x[:, :, t : t + 1] for x in (q, k, v, forget))  # (B, H or 1, 1, .)
-        S = forget_t.exp().mT * S  # fade
+        now = slice(t, t + 1)
+        k_t = k[:, :, now]  # (B, H or 1, 1, D)
+        u = v[:, :, now]  # (B, H, 1, E)
+        S = forget[:, :, now].exp().mT * S  # fade
         if erase is not None:
-            u = u - erase[:, :, t : t + 1] * (k_t @ S)  # subtract what S returns for this key
+            u = u - erase[:, :, now] * (k_t @ S)  # subtract what S returns for this key
         S = S + k_t.mT @ u  # write
-        outputs.append(q_t @ S)  # read
+        outputs.append(q[:, :, now] @ S)  # read
     return torch.cat(outputs, 2), (S,)
 
 
@@ -91,46 +108,55 @@ def decays(c):
     D).
 
     Subtract before the exponential: exp(c_i) / exp(c_j) is 0 / 0 after a few strong gates."""
-    later = torch.ones(c.shape[-2], c.shape[-2], dtype=torch.bool, device=c.device).triu(1)
-    return (c[..., :, None, :] - c[..., None, :, :]).masked_fill(later[..., None], -math.inf).exp()
+    C = c.shape[-2]
+    later = torch.ones(C, C, dtype=torch.bool, device=c.device).triu(1)
+    difference = c[..., :, None, :] - c[..., None, :, :]
+    return difference.masked_fill(later[..., None], -math.inf).exp()
 
 
 def scores(a, b, c):
     """Decayed scores: the sum over channels of a_i b_j exp(c_i - c_j), 0 for j > i: (.., C, C).
 
     Where each channel decays at its own rate, the direct sum needs (.., C, C, D) numbers. So the
-    chunk is halved.
-    Pairs across the halves decay first to the middle and then from there: a product of two matrices
-    in which no exponent exceeds 0. Source: the second level of chunks of GLA, Yang et al.
-    2312.06635, section 4."""
+    chunk is halved. Pairs across the halves decay first to the middle and then from there: a
+    product of two matrices in which no exponent exceeds 0. Source: the second level of chunks of
+    GLA, Yang et al. 2312.06635, section 4."""
     if c.shape[-1] == 1:
         return a @ b.mT * decays(c)[..., 0]
     if a.shape[-2] <= 16:
-        return (a[..., :, None, :] * b[..., None, :, :] * decays(c)).sum(-1)
-    half = a.shape[-2] // 2
-    (a, later_a), (b, later_b), (c, later_c) = (x.tensor_split([half], -2) for x in (a, b, c))
+        products = a[..., :, None, :] * b[..., None, :, :]  # (.., C, C, D)
+        return (products * decays(c)).sum(-1)
+    half = [a.shape[-2] // 2]
+    a, later_a = a.tensor_split(half, -2)
+    b, later_b = b.tensor_split(half, -2)
+    c, later_c = c.tensor_split(half, -2)
     middle = c[..., -1:, :]
-    across = (later_a * (later_c - middle).exp()) @ (b * (middle - c).exp()).mT
-    earlier = F.pad(scores(a, b, c), (0, across.shape[-2]))
-    return torch.cat([earlier, torch.cat([across, scores(later_a, later_b, later_c)], -1)], -2)
+    from_middle = later_a * (later_c - middle).exp()
+    to_middle = b * (middle - c).exp()
+    across = from_middle @ to_middle.mT
+    upper = F.pad(scores(a, b, c), (0, across.shape[-2]))  # 0 for later tokens
+    lower = torch.cat([across, scores(later_a, later_b, later_c)], -1)
+    return torch.cat([upper, lower], -2)
 
 
 def one_chunk(state, q, k, v, forget, erase=None):
     """`token_by_token` for the C tokens of a chunk by matrix products: o (B, H, C, E) and the state
     (S,) after it.
 
-    Each u depends on the earlier ones: u_i = v_i - erase_i (k_i S exp(c_i) + sum_{j<i} exp(c_i -
-    c_j) k_i.k_j u_j). These are C linear equations with a triangular matrix. Source: Yang et al.
-    2406.06484, section 3; with forgetting 2412.06464."""
+    Each u depends on the earlier ones:
+
+        u_i = v_i - erase_i (k_i S exp(c_i) + sum_{j<i} exp(c_i - c_j) k_i.k_j u_j)
+
+    These are C linear equations with a triangular matrix. Source: Yang et al. 2406.06484, section
+    3; with forgetting 2412.06464."""
     (S,) = state
     c = forget.cumsum(-2)
     end = c[..., -1:, :]
     u = v
     if erase is not None:
         u = v - erase * ((k * c.exp()) @ S)
-        u = torch.linalg.solve_triangular(
-            erase * scores(k, k, c), u, upper=False, unitriangular=True
-        )
+        A = erase * scores(k, k, c)  # (B, H, C, C)
+        u = torch.linalg.solve_triangular(A, u, upper=False, unitriangular=True)
     o = (q * c.exp()) @ S + scores(q, k, c) @ u
     S = end.exp().mT * S + (k * (end - c).exp()).mT @ u
     return o, (S,)
@@ -143,11 +169,11 @@ def all_chunks(chunk, state, inputs, size):
 
     Only the T / size states between chunks are kept for the backward pass, which computes the rest
     again."""
-    recompute = torch.is_grad_enabled() and inputs[0].shape[2] > 2 * size
-    if recompute:
+    parts = [x.split(size, 2) for x in inputs]
+    if torch.is_grad_enabled() and len(parts[0]) > 2:
         chunk = partial(checkpoint, chunk, use_reentrant=False, preserve_rng_state=False)
     outputs = []
-    for part in zip(*(x.split(size, 2) for x in inputs), strict=True):
+    for part in zip(*parts, strict=True):
         o, state = chunk(state, *part)
         outputs.append(o)
     return torch.cat(outputs, 2), state
@@ -157,33 +183,47 @@ def all_chunks(chunk, state, inputs, size):
 
 
 def advance(M, q, k, u, c, arrived):
-    """Write a chunk to a memory M (B, H, D, E) and read it: M_t = forget_t M_{t-1} + k_t^T u_t, o_t
-    = q_t M_t.
+    """Write a chunk to a memory M (B, H, D, E) and read it:
+
+        M_t = forget_t M_{t-1} + k_t^T u_t
+        o_t = q_t M_t
 
     arrived (.., C, C): the share of token j's write that M holds at token i. c (.., C, 1). Returns
     o and the new M."""
     o = (q * c.exp()) @ M + (q @ k.mT * arrived) @ u
-    return o, c[..., -1:, :].exp() * M + (k * arrived[..., -1:, :].mT).mT @ u
+    last = arrived[..., -1:, :].mT  # (.., C, 1)
+    M = c[..., -1:, :].exp() * M + (k * last).mT @ u
+    return o, M
 
 
-def advance_with_momentum(M, P, q, k, u, forget, momentum):
-    """The same with a momentum P (B, H, D, E): P_t = momentum_t P_{t-1} + k_t^T u_t, M_t = forget_t
-    M_{t-1} + P_t.
+def advance_with_momentum(
+    M,  # (B, H, D, E)
+    P,  # (B, H, D, E): the momentum
+    q,  # (B, H, C, D)
+    k,  # (B, H, C, D)
+    u,  # (B, H, C, E)
+    forget,  # (B, H, C, 1): logarithms
+    momentum,  # (B, H, C, 1): logarithms
+):
+    """`advance` with a momentum. Returns o and the new M and P:
 
-    forget, momentum (.., C, 1): logarithms. Returns o and the new M and P."""
-    c, m = forget.cumsum(-2), momentum.cumsum(-2)
-    decay, moving = decays(c)[..., 0], decays(m)[..., 0]  # (.., C, C): from token j to token i
+    P_t = momentum_t P_{t-1} + k_t^T u_t
+    M_t = forget_t M_{t-1} + P_t"""
+    c = forget.cumsum(-2)
+    m = momentum.cumsum(-2)
+    decay = decays(c)[..., 0]  # (.., C, C): from token j to token i
+    moving = decays(m)[..., 0]
     late = decay @ m.exp()  # (.., C, 1): the share of the chunk's first P that M holds at token i
     o, M = advance(M, q, k, u, c, decay @ moving)
-    return (
-        o + (q * late) @ P,
-        M + late[..., -1:, :] * P,
-        m[..., -1:, :].exp() * P + (k * moving[..., -1:, :].mT).mT @ u,
-    )
+    o = o + (q * late) @ P
+    M = M + late[..., -1:, :] * P
+    last = moving[..., -1:, :].mT  # (.., C, 1)
+    P = m[..., -1:, :].exp() * P + (k * last).mT @ u
+    return o, M, P
 
 
 def one_chunk_ttt(state, q, k, v, rate, forget):
-    """One chunk of a linear memory z = k M. Each token is a step of gradient descent from the
+    """One chunk of a linear memory z = k M. Each token adds a step of gradient descent, from the
     memory before the chunk.
 
     The state also carries constants: weight and bias of the LayerNorm in the loss, and `averaging`
@@ -201,9 +241,13 @@ def one_chunk_ttt(state, q, k, v, rate, forget):
     deviation = (z.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     normed = (z - z.mean(-1, keepdim=True)) / deviation
     g = weight * (weight * normed + bias - v)
-    dz = (g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)) / deviation
-    u, c = -rate * dz, forget.cumsum(-2)
-    o, M = advance(M, q, k, u, c, decays(c)[..., 0] * averaging[:, :, : q.shape[2]])
+    along = (g * normed).mean(-1, keepdim=True)
+    dz = (g - g.mean(-1, keepdim=True) - normed * along) / deviation
+
+    u = -rate * dz
+    c = forget.cumsum(-2)
+    arrived = decays(c)[..., 0] * averaging[:, :, : q.shape[2]]  # (B, H, C, C)
+    o, M = advance(M, q, k, u, c, arrived)
     return o, (M, weight, bias, averaging)
 
 
@@ -215,26 +259,35 @@ def titans_gradients(M, N, k, v):
     gradients with respect to k M and to z, and the curvature (.., C, 1) of the loss along its
     gradient in M and N.
 
-    That gradient is k^T dhidden in M and hidden^T dz in N. To first order, a step changes the error
-    dz by
-    -rate x curvature x dz, plus changes in other directions."""
+    That gradient is k^T da in M and hidden^T dz in N. To first order, a step changes the error dz
+    by -rate x curvature x dz, plus changes in other directions."""
     a = k @ M
     hidden = F.gelu(a)
     dz = hidden @ N - v
     density = torch.exp(-a * a / 2) / math.sqrt(2 * math.pi)
-    da = (dz @ N.mT) * (torch.special.ndtr(a) + a * density)  # gelu(a) = a ndtr(a)
+    slope = torch.special.ndtr(a) + a * density  # gelu(a) = a ndtr(a)
+    da = (dz @ N.mT) * slope
     k2, da2, dz2, hidden2 = (y.square().sum(-1, keepdim=True) for y in (k, da, dz, hidden))
-    return hidden, da, dz, k2 * da2 / (dz2 + 1e-12) + hidden2
+    curvature = k2 * da2 / (dz2 + 1e-12) + hidden2
+    return hidden, da, dz, curvature
 
 
-def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
+def one_chunk_titans(
+    state,  # M, P, N, Q
+    q,  # (B, H, C, D)
+    k,  # (B, H, C, D)
+    v,  # (B, H, C, E)
+    rate,  # (B, H, C, 1), as the four below
+    share,
+    forget,
+    momentum,
+):
     """One chunk of an MLP as memory, z = gelu(k M) N, that learns with momentum: two memories,
     where the hidden values of the first are the keys of the second. P and Q are the momenta of M
     and N.
 
     This is the neural memory of Titans, Behrouz et al. 2501.00663, section 3.1, with two layers. It
-    has
-    no persistent tokens and no attention. The paper's theta_t is rate x share.
+    has no persistent tokens and no attention. The paper's theta_t is rate x share.
 
     Differs from the paper: a token's rate is lowered where rate x curvature exceeds 2. With the
     rates and initial values of this file that is rare; `eval.py params` prints the share of such
@@ -244,31 +297,72 @@ def one_chunk_titans(state, q, k, v, rate, share, forget, momentum):
     M, P, N, Q = state
     hidden, da, dz, curvature = titans_gradients(M, N, k, v)
     step = rate * curvature
-    rate = share * rate / torch.where(step > LARGEST_STEP, step / LARGEST_STEP, 1.0)
+    excess = torch.where(step > LARGEST_STEP, step / LARGEST_STEP, 1.0)
+    rate = share * rate / excess
     a, M, P = advance_with_momentum(M, P, q, k, -rate * da, forget, momentum)
     o, N, Q = advance_with_momentum(N, Q, F.gelu(a), hidden, -rate * dz, forget, momentum)
     return o, (M, P, N, Q)
 
 
 def slowed_titans(state, q, k, v, rate, *rest):
-    """The same, but instead of o it returns which tokens' rates were lowered, (B, H, C, 1)."""
+    """`one_chunk_titans`, but instead of o it returns which tokens' rates were lowered, (B, H, C,
+    1)."""
     M, _, N, _ = state
-    slowed = rate * titans_gradients(M, N, k, v)[3] > LARGEST_STEP
-    return slowed.to(v), one_chunk_titans(state, q, k, v, rate, *rest)[1]
+    *_, curvature = titans_gradients(M, N, k, v)
+    slowed = rate * curvature > LARGEST_STEP
+    _, state = one_chunk_titans(state, q, k, v, rate, *rest)
+    return slowed.to(v), state
+
+
+# --------------------------------------------------------------- what x decides, for several axes
+
+
+def number_per_head(layer, bias=False):
+    """A projection of x (B, T, C) to one number for each head."""
+    return nn.Linear(layer.config.n_embd, layer.heads, bias=bias)
+
+
+def low_rank(layer, rank, bias):
+    """A projection of x (B, T, C) to all channels of all heads, of a low rank."""
+    return nn.Sequential(
+        nn.Linear(layer.config.n_embd, rank, bias=False),
+        nn.Linear(rank, layer.heads * layer.width, bias=bias),
+    )
+
+
+def by_head(layer, y):
+    """Such a projection y (B, T, heads n) as float32 (B, heads, T, n)."""
+    return wide(split_heads(y, layer.heads, -1))
 
 
 # ------------------------------------------------------------------------ the axis rule: add, delta
+
+
+def chunk_inputs(layer, q, k, v, forget, write, x):
+    """The inputs of `one_chunk` for a rule that erases nothing."""
+    return q, k, v * write, forget
+
+
+def initial_state(layer, v):
+    """The state of `one_chunk` before the first token: S = 0."""
+    B, H, _, E = v.shape
+    return (v.new_zeros(B, H, layer.width, E),)
+
+
+# tokens taken at once; ttt and titans take one gradient for each chunk
+CHUNK = {"chunk": Constant(64, 1, 65536)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateRule(Choice):
     """How a token changes the state."""
 
+    args: dict[str, Constant] = dataclasses.field(default_factory=CHUNK.copy)
     heads: Callable = same_heads
-    chunk: Callable | None = None  # state, q, k, v, ... of one chunk of tokens -> o, state
-    inputs: Callable | None = None  # layer, q, k, v, forget, write, x -> the inputs of `chunk`
+    chunk: Callable = one_chunk  # state, q, k, v, ... of one chunk of tokens -> o, state
+    inputs: Callable = chunk_inputs  # layer, q, k, v, forget, write, x -> the inputs of `chunk`
     after: Callable | None = None  # layer, o, q, v -> o
-    start: Callable | None = None  # layer, v -> the state before the first token; None: S is 0
+    start: Callable = initial_state  # layer, v -> the state before the first token
     products: int = 2  # vector-matrix products with a state per token: one write, one read
     has_weights: bool = True  # u is linear in v, so attention weights exist
     # as `chunk`, but instead of o returns which tokens' rates it lowers
@@ -276,10 +370,9 @@ class StateRule(Choice):
     rope_positions: Callable | None = None  # positions, chunk -> others, by which RoPE rotates
 
 
-def chunk_inputs(layer, q, k, v, forget, write, x):
-    """The inputs of `one_chunk`. The delta rule erases as much as it writes; the others erase
-    nothing."""
-    return q, k, v * write, forget, *([write] if layer.config.rule == "delta" else [])
+def chunk_inputs_delta(layer, q, k, v, forget, write, x):
+    """The inputs of `one_chunk`. The delta rule erases as much as it writes."""
+    return q, k, v * write, forget, write
 
 
 def with_skip(layer, o, q, v):
@@ -290,15 +383,15 @@ def with_skip(layer, o, q, v):
 def needs_small_writes(config, args, choices):
     if config.write == "dt":
         return (
-            "--rule=delta erases as much as it writes, and --write=dt has no bound: above 1, old values would "
-            "change sign. Use --write=beta"
+            "--rule=delta erases as much as it writes, and --write=dt has no bound: above 1, old "
+            "values would change sign. Use --write=beta"
         )
     if config.qk_norm != "l2":
         return "--rule=delta needs unit-length keys: add --qk_norm=l2"
     if config.feature != "none":
         return (
-            f"--rule=delta needs unit-length keys, and --feature={config.feature} changes their length: leave out "
-            "--feature"
+            f"--rule=delta needs unit-length keys, and --feature={config.feature} changes their "
+            "length: leave out --feature"
         )
 
 
@@ -314,9 +407,8 @@ def one_rate(config, args, choices):
 
 def ttt_parameters(layer):
     H, D = layer.heads, layer.width
-    # of the LayerNorm in the loss
     return {
-        "inner_scale": torch.ones(H, 1, D),
+        "inner_scale": torch.ones(H, 1, D),  # of the LayerNorm in the loss
         "inner_bias": torch.zeros(H, 1, D),
         "memory": Normal(0.02, (H, D, D)),
         "memory_bias": torch.zeros(H, 1, D),
@@ -327,11 +419,12 @@ def ttt_parameters(layer):
 def initial_state_ttt(layer, v):
     """The state of `one_chunk_ttt` before the first token. The n-th token of a chunk sees 1 / n of
     the sum of the steps so far, their average, plus a learned share."""
-    M, B = wide(torch.cat([layer.memory, layer.memory_bias], 1)), len(v)
-    n = torch.arange(1, len(layer.place) + 1, device=M.device, dtype=M.dtype)
-    averaging = F.relu(1 / n + layer.place)
-    M, weight, bias = (y.expand(B, *y.shape) for y in (M, layer.inner_scale, layer.inner_bias))
-    return M, weight, bias, averaging[:, None].expand(B, 1, -1, 1)
+    M = wide(torch.cat([layer.memory, layer.memory_bias], 1))  # (H, D + 1, D)
+    C = len(layer.place)
+    n = torch.arange(1, C + 1, device=M.device, dtype=M.dtype)
+    averaging = F.relu(1 / n + layer.place).view(1, C, 1)
+    constants = M, layer.inner_scale, layer.inner_bias, averaging
+    return tuple(y.expand(len(v), *y.shape) for y in constants)
 
 
 def chunk_inputs_ttt(layer, q, k, v, forget, write, x):
@@ -349,7 +442,8 @@ def chunk_inputs_ttt(layer, q, k, v, forget, write, x):
 
 def ttt_output(layer, o, q, v):
     """q + LayerNorm(o): what the memory returns for a query."""
-    return q + layer.inner_scale * F.layer_norm(o, o.shape[-1:], eps=1e-6) + layer.inner_bias
+    normed = F.layer_norm(o, o.shape[-1:], eps=1e-6)
+    return q + layer.inner_scale * normed + layer.inner_bias
 
 
 # ----------------------------------------------------- the axis rule: Titans, descent with momentum
@@ -364,13 +458,14 @@ def titans_parameters(layer):
     return {
         "memory_in": Normal(std, (H, D, 4 * D)),
         "memory_out": Normal(std, (H, 4 * D, D)),
-        "momentum": nn.Linear(layer.config.n_embd, H),
+        "momentum": number_per_head(layer, bias=True),
     }
 
 
 def initial_state_titans(layer, v):
     """The learned memory of each sequence, and its momentum of 0."""
-    M, N = (wide(y).expand(len(v), *y.shape) for y in (layer.memory_in, layer.memory_out))
+    M = wide(layer.memory_in).expand(len(v), -1, -1, -1)  # (B, H, D, 4 D)
+    N = wide(layer.memory_out).expand(len(v), -1, -1, -1)  # (B, H, 4 D, D)
     return M, torch.zeros_like(M), N, torch.zeros_like(N)
 
 
@@ -386,32 +481,30 @@ def chunk_inputs_titans(layer, q, k, v, forget, write, x):
     have any size; here their mean square is 1. The size of the values would only scale the
     gradient, as the rate does. But the curvature grows with the values that the memory returns, and
     then no rate would be small enough."""
-    logits = wide(split_heads(layer.momentum(x), layer.heads, 1))
-    rate, share = write / layer.width**0.5, torch.sigmoid(-logits) / layer.args["chunk"]
-    return q, k, unit_square(layer, v), rate, share, forget, F.logsigmoid(logits)
+    logits = by_head(layer, layer.momentum(x))  # (B, H, T, 1)
+    return (
+        q,
+        k,
+        unit_square(layer, v),
+        write / layer.width**0.5,  # rate
+        torch.sigmoid(-logits) / layer.args["chunk"],  # share
+        forget,
+        F.logsigmoid(logits),  # log eta
+    )
 
-
-# tokens taken at once; ttt and titans take one gradient for each chunk
-CHUNK = {"chunk": Constant(64, 1, 65536)}
 
 RULES = {
-    "add": StateRule(args=CHUNK, chunk=one_chunk, inputs=chunk_inputs),
+    "add": StateRule(),
     # state-space duality: all heads share one q and k; a skip connection follows. Mamba2, Dao and
     # Gu 2405.21060
     "ssd": StateRule(
         learns=lambda layer: {"skip": torch.ones(layer.heads)},
-        args=CHUNK,
-        chunk=one_chunk,
-        inputs=chunk_inputs,
         after=with_skip,
         heads=lambda H, K, D: ((1, D), (1, D), (K, D)),
     ),
-    "delta": StateRule(
-        args=CHUNK, chunk=one_chunk, refuse=needs_small_writes, inputs=chunk_inputs, products=3
-    ),
+    "delta": StateRule(refuse=needs_small_writes, inputs=chunk_inputs_delta, products=3),
     "descent": StateRule(
         learns=ttt_parameters,
-        args=CHUNK,
         refuse=one_rate,
         chunk=one_chunk_ttt,
         inputs=chunk_inputs_ttt,
@@ -423,15 +516,13 @@ RULES = {
     ),
     "momentum": StateRule(
         learns=titans_parameters,
-        args=CHUNK,
         refuse=one_rate,
         chunk=one_chunk_titans,
         inputs=chunk_inputs_titans,
         start=initial_state_titans,
         slowed=slowed_titans,
-        # two memories, four times a head's width
         has_weights=False,
-        products=7 * 4,
+        products=7 * 4,  # two memories, four times a head's width
     ),
 }
 
@@ -450,7 +541,8 @@ def retnet_forget(layer, x):
     torchscale also scales each row, among others by max(|sum of its weights|, 1). The norm undoes
     that."""
     h = torch.arange(layer.heads, dtype=torch.float64)
-    return (1 - 2.0 ** (-5 - h)).log().to(x)[:, None, None].expand(len(x), -1, x.shape[1], 1)
+    log_gamma = (1 - 2.0 ** (-5 - h)).log().to(x)  # (H,)
+    return log_gamma[:, None, None].expand(len(x), -1, x.shape[1], 1)
 
 
 def gla_forget(layer, x):
@@ -461,15 +553,14 @@ def gla_forget(layer, x):
     width. Its norm of each head is a LayerNorm (without weights in the authors' first code); here
     it is an RMSNorm whose weights all heads share, as in the authors' later code (fla). Its output
     gate always has a bias; here only with --bias."""
-    return F.logsigmoid(wide(split_heads(layer.fade(x), layer.heads, -1))) / 16
+    return F.logsigmoid(by_head(layer, layer.fade(x))) / 16
 
 
 def time_step(layer, x):
     """dt = softplus(x W + b), (B, H, T, 1 or D): how much a token writes, and for how long the
     state decays."""
-    return F.softplus(
-        wide(split_heads(layer.dt(x), layer.heads, -1)) + layer.dt_bias.view(layer.heads, 1, -1)
-    )
+    bias = layer.dt_bias.view(layer.heads, 1, -1)
+    return F.softplus(by_head(layer, layer.dt(x)) + bias)
 
 
 def mamba2_forget(layer, x):
@@ -480,38 +571,37 @@ def mamba2_forget(layer, x):
     twice as wide as the residual stream, its keys have 128 channels, and its published models have
     no MLPs. Gated DeltaNet's values are twice as wide as its keys. Here both have the widths of all
     other recipes, and an MLP follows each layer."""
-    return -layer.A_log.exp()[:, None, None] * time_step(layer, x)
+    A = layer.A_log.exp()[:, None, None]
+    return -A * time_step(layer, x)
 
 
 def mamba2_parameters(layer):
     """The papers draw A from U(1, 16) (or U(0, 16)) and the softplus of b from 0.001 to 0.1,
     uniformly in its logarithm. Here both start evenly spread over the heads: the first head decays
     slowly, the last one fast."""
+    A = 1 + 15 * (torch.arange(layer.heads) + 0.5) / layer.heads
     return {
-        "dt": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
+        "dt": number_per_head(layer),
         "dt_bias": time_biases(layer.heads),
-        "A_log": (1 + 15 * (torch.arange(layer.heads) + 0.5) / layer.heads).log(),
+        "A_log": A.log(),
     }
 
 
 def time_biases(count):
     """Biases (count,) whose softplus is evenly spread from 0.001 to 0.1, in its logarithm."""
-    dt = torch.exp(math.log(0.001) + (torch.arange(count) + 0.5) / count * math.log(100))
+    place = (torch.arange(count) + 0.5) / count  # between 0 and 1
+    dt = torch.exp(math.log(0.001) + place * math.log(100))
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
 
 
 def kda_parameters(layer):
-    """The same with a time step for each channel, from a matrix of rank D. Kimi Delta Attention,
-    Kimi Team 2510.26692, section 3. In each head the first channel decays slowly, the last one
-    fast; the authors' code (fla) draws these biases, as Mamba2's.
+    """As `mamba2_parameters`, with a time step for each channel, from a matrix of rank D. Kimi
+    Delta Attention, Kimi Team 2510.26692, section 3. In each head the first channel decays slowly,
+    the last one fast; the authors' code (fla) draws these biases, as Mamba2's.
 
     Differs from the paper: its values can be wider than its keys; here both have the same width."""
-    rank_d = nn.Sequential(
-        nn.Linear(layer.config.n_embd, layer.width, bias=False),
-        nn.Linear(layer.width, layer.heads * layer.width, bias=False),
-    )
     return mamba2_parameters(layer) | {
-        "dt": rank_d,
+        "dt": low_rank(layer, layer.width, bias=False),
         "dt_bias": time_biases(layer.width).repeat(layer.heads, 1),
     }
 
@@ -519,9 +609,8 @@ def kda_parameters(layer):
 def titans_forget(layer, x):
     """forget = 1 - alpha_t = sigmoid(b - x W). Titans, eq. 13. b starts at 4; the paper gives no
     value."""
-    return F.logsigmoid(
-        layer.forget_bias[:, None, None] - wide(split_heads(layer.alpha(x), layer.heads, 1))
-    )
+    bias = layer.forget_bias[:, None, None]
+    return F.logsigmoid(bias - by_head(layer, layer.alpha(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -536,19 +625,14 @@ FORGETS = {
     "fixed": Forget(log_forget=retnet_forget),
     "channel": Forget(
         log_forget=gla_forget,
-        learns=lambda layer: {
-            "fade": nn.Sequential(
-                nn.Linear(layer.config.n_embd, 16, bias=False),
-                nn.Linear(16, layer.heads * layer.width),
-            )
-        },
+        learns=lambda layer: {"fade": low_rank(layer, 16, bias=True)},
     ),
     "dt": Forget(log_forget=mamba2_forget, learns=mamba2_parameters),
     "channel_dt": Forget(log_forget=mamba2_forget, learns=kda_parameters),
     "alpha": Forget(
         log_forget=titans_forget,
         learns=lambda layer: {
-            "alpha": nn.Linear(layer.config.n_embd, layer.heads, bias=False),
+            "alpha": number_per_head(layer),
             "forget_bias": torch.full((layer.heads,), 4.0),
         },
     ),
@@ -557,14 +641,16 @@ FORGETS = {
 
 def needs_time(config, args, choices):
     if config.forget != "dt":
-        return f"--write=dt uses the time step of --forget=dt, not of --forget={config.forget}: add --forget=dt"
+        return (
+            f"--write=dt uses the time step of --forget=dt, not of --forget={config.forget}: add "
+            "--forget=dt"
+        )
 
 
 def learned_write(layer, x):
     """sigmoid(x W + b), between 0 and 1: the beta of DeltaNet, which has no b, and the learning
-    rate of TTT and Titans.
-    """
-    return torch.sigmoid(wide(split_heads(layer.beta(x), layer.heads, 1)))
+    rate of TTT and Titans."""
+    return torch.sigmoid(by_head(layer, layer.beta(x)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -580,11 +666,11 @@ WRITES = {
     "dt": Write(refuse=needs_time, write_factor=time_step),
     "beta": Write(
         write_factor=learned_write,
-        learns=lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads, bias=False)},
+        learns=lambda layer: {"beta": number_per_head(layer)},
     ),
     "rate": Write(
         write_factor=learned_write,
-        learns=lambda layer: {"beta": nn.Linear(layer.config.n_embd, layer.heads)},
+        learns=lambda layer: {"beta": number_per_head(layer, bias=True)},
     ),
 }
 
@@ -596,12 +682,13 @@ def short_convolution(layer, y, cache):
     """silu of a causal convolution over 4 tokens, each channel by itself: a token sees its
     neighbours before it writes. y (B, T, .) to (B, T, .). H3, Mamba and their successors."""
     before = y.new_zeros(len(y), CONV_REACH, y.shape[2])
-    if cache:
+    if cache is not None:
         before = cache.kept.get("conv", before)
     y = torch.cat([before, y], 1)
     if cache is not None:
         cache.kept["conv"] = y[:, -CONV_REACH:].clone()  # a view would keep all of y in memory
-    return F.silu(F.conv1d(y.mT, layer.conv.to(y.dtype), groups=y.shape[-1]).mT)
+    y = F.conv1d(y.mT, layer.conv.to(y.dtype), groups=y.shape[2])
+    return F.silu(y.mT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -625,7 +712,8 @@ CONVS = {
 
 def silu_gate(layer, o, x):
     """o silu(W x), elementwise."""
-    return o * F.silu(split_heads(layer.gate(x), o.shape[1], -1).to(o.dtype))
+    logits = split_heads(layer.gate(x), o.shape[1], -1)  # (B, H, R, E)
+    return o * F.silu(logits.to(o.dtype))
 
 
 GATES = GATES | {
@@ -633,12 +721,7 @@ GATES = GATES | {
     # KDA: W has the rank of a head
     "low_rank": Gate(
         gated=sigmoid_gate,
-        learns=lambda layer: {
-            "gate": nn.Sequential(
-                nn.Linear(layer.config.n_embd, layer.width, bias=False),
-                nn.Linear(layer.width, layer.heads * layer.shapes["v"][1], bias=layer.config.bias),
-            )
-        },
+        learns=lambda layer: {"gate": low_rank(layer, layer.width, layer.config.bias)},
     ),
     # Mamba2
     "silu_first": dataclasses.replace(GATES["element"], gated=silu_gate, before_norm=True),
@@ -647,7 +730,8 @@ GATES = GATES | {
 
 def layer_norm(layer, o):
     """LayerNorm over all heads together. TTT."""
-    return split_heads(layer.out_norm(o.transpose(1, 2).flatten(2)), *o.shape[1::2])
+    y = layer.out_norm(o.transpose(1, 2).flatten(2))  # (B, R, H E)
+    return split_heads(y, o.shape[1], -1)
 
 
 OUT_NORMS = OUT_NORMS | {
@@ -666,8 +750,8 @@ OUT_NORMS = OUT_NORMS | {
 def sum_may_be_zero(config, args, choices):
     if config.rule != "add" or config.feature != "elu":
         return (
-            "--normalize=sum divides by row sums, which can be 0 for weights of either sign: for a state, add "
-            "--rule=add --feature=elu"
+            "--normalize=sum divides by row sums, which can be 0 for weights of either sign: for a "
+            "state, add --rule=add --feature=elu"
         )
 
 
@@ -692,9 +776,12 @@ class Recurrent(Mixer):
     The cache of generation holds the state, the last inputs of the short convolution and the number
     of tokens so far. Its size does not grow."""
 
-    axes, heads_by, decided_by_x = AXES, "rule", "what it forgets and writes"
+    axes = AXES
+    heads_by = "rule"
+    decided_by_x = "what it forgets and writes"
     refused = {  # {axis: why a state does not accept its other values}
-        "window": "a state holds no keys that could be hidden; --forget decides how long it remembers",
+        "window": "a state holds no keys that could be hidden; --forget decides how long it "
+        "remembers",
         "window_every": "it has no window",
         "first": "it has no window",
         "sink": "the weights of a row need not sum to 1, so an extra key has nothing to take",
@@ -706,10 +793,10 @@ class Recurrent(Mixer):
 
     @property
     def fused_by(self):
-        solving = (recurrent_kernels.invert,) if self.config.rule == "delta" else ()
-        return (
-            (*solving, recurrent_kernels.scan, recurrent_kernels.read) if self.has_weights else ()
-        )
+        if not self.has_weights:
+            return ()
+        solving = [recurrent_kernels.invert] if self.config.rule == "delta" else []
+        return *solving, recurrent_kernels.scan, recurrent_kernels.read
 
     def __init__(self, config, layer):
         super().__init__(config, layer)
@@ -724,9 +811,9 @@ class Recurrent(Mixer):
     def projected(self, x, cache=None, rope=None, starts=None):
         """Queries, keys and values (B, heads, T, width), after the short convolution and RoPE, if
         any."""
-        places = self.rule.rope_positions
-        if self.rope and places:
-            rope = self.rope(places(self.positions(x, cache, starts), self.args["chunk"]))
+        if self.rope and self.rule.rope_positions:
+            i = self.positions(x, cache, starts)
+            rope = self.rope(self.rule.rope_positions(i, self.args["chunk"]))
         return super().projected(x, cache, rope, starts)
 
     def recall(self, cache, k, v):
@@ -734,11 +821,21 @@ class Recurrent(Mixer):
         cache.tokens += k.shape[2]
         return k, v
 
-    def attend(self, q, k, v, x, table=None, mask=None, cache=None):
-        """What the queries read from the state, see Mixer. No later token reads what a hidden token
-        writes. cache: the cache, empty at first."""
+    def attend(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hk, T, E)
+        x,  # (B, T, C)
+        table=None,
+        mask=None,
+        cache=None,
+    ):
+        """What the queries read from the state, see Mixer. Later tokens cannot read what a hidden
+        token writes. cache: a Cache, which the call updates."""
         self.check(k, x, table)
-        R, hidden = q.shape[2], (mask or self.mask).hidden
+        R = q.shape[2]
+        hidden = (mask or self.mask).hidden
         o = self.read(q, k, v, x, cache)
         if hidden >= 0:
             without = self.read(q, k, v, x, hidden=hidden)  # the hidden token writes nothing
@@ -748,53 +845,71 @@ class Recurrent(Mixer):
 
     # ------------------------------------------------------------------ the state
 
-    def read(self, q, k, v, x, cache=None, hidden=-1, chunk=None):
-        """The values that all tokens read, (B, H, T, E), before norm and gate; at least float32,
-        because they are sums of many products. cache: the cache, which the call updates. hidden: a
-        position that writes nothing. chunk: a function that replaces the rule's `chunk`."""
+    def read(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hk, T, E)
+        x,  # (B, T, C)
+        cache=None,
+        hidden=-1,
+        chunk=None,
+    ):
+        """The values that all tokens read, (B, H, T, E), before norm and gate. They are at least
+        float32, because they are sums of many products. cache: a Cache, which the call updates.
+        hidden: a position that writes nothing. chunk: a function that replaces the rule's
+        `chunk`."""
         dtype = v.dtype
         q, k, v = self.rule_inputs(q, k, v)
-        forget = wide(self.log_forget(x)) if self.log_forget else v.new_zeros(*v.shape[:3], 1)
-        write = wide(self.write_factor(x)) if self.write_factor else v.new_ones(*v.shape[:3], 1)
+        forget = v.new_zeros(*v.shape[:3], 1)  # (B, H, T, 1 or D)
+        if self.log_forget:
+            forget = wide(self.log_forget(x))
+        write = v.new_ones(*v.shape[:3], 1)
+        if self.write_factor:
+            write = wide(self.write_factor(x))
         if hidden >= 0:
-            write = write * (torch.arange(v.shape[2], device=v.device) != hidden)[:, None]
+            is_hidden = torch.arange(v.shape[2], device=v.device) == hidden
+            write = write * ~is_hidden[:, None]
         with torch.autocast(q.device.type, enabled=False):
-            # the 1 becomes the sum of the row's weights
-            values = F.pad(v, (0, 1), value=1.0) if self.divisor else v
+            values = v
+            if self.divisor:  # the 1 becomes the sum of the row's weights
+                values = F.pad(v, (0, 1), value=1.0)
             inputs = self.rule.inputs(self, q, k, values, forget, write, x)
             if cache is None and self.kernel_on(q.device.type) == "triton":
                 qkv = (y.to(dtype) for y in inputs[:3])
-                forget = inputs[3] if self.log_forget else None
+                if not self.log_forget:
+                    forget = None
                 o = wide(recurrent_kernels.recur(*qkv, forget, *inputs[4:]))
             else:
                 o = self.run_chunks(inputs, cache or Cache(), chunk or self.rule.chunk)
             if self.divisor:
                 o = o[..., :-1] / self.divisor(o[..., -1:], None)
-            return self.rule.after(self, o, q, v) if self.rule.after else o
+            if self.rule.after:
+                o = self.rule.after(self, o, q, v)
+        return o
 
     def rule_inputs(self, q, k, v):
         """Queries, keys and values in the shapes of the rule: q and k (B, H or 1, T, D), v (B, H,
         T, E)."""
-        q, k = wide(self.featured(q)) * self.scale, wide(self.featured(k))
+        q = wide(self.featured(q)) * self.scale
+        k = wide(self.featured(k))
         k = self.for_score_heads(k, 1)  # as many heads as q
         q = F.pad(q, (0, 0, k.shape[2] - q.shape[2], 0))  # positions without a query get 0
-        return q, k, wide(v).repeat_interleave(self.heads // v.shape[1], 1)
+        v = wide(v).repeat_interleave(self.heads // v.shape[1], 1)
+        return q, k, v
 
     def run_chunks(self, inputs, cache, chunk):
         """The outputs (B, H, T, E) of all tokens by `chunk`. The cache of ttt and titans holds the
-        state after the last whole chunk, and the inputs (`rows`) of the tokens since then: they are
+        state after the last whole chunk, and the inputs (`rows`) of the tokens since then. They are
         computed again until their chunk is whole, because all its gradients are taken at the state
         before it."""
-        v, new, size = inputs[2], inputs[0].shape[2], self.args["chunk"]
-        start = (
-            self.rule.start(self, v)
-            if self.rule.start
-            else (v.new_zeros(*v.shape[:2], self.width, v.shape[3]),)
-        )
-        state = cache.kept.get("state", start)
-        if [S.shape for S in state] != [S.shape for S in start]:
+        v = inputs[2]
+        new = v.shape[2]
+        size = self.args["chunk"]
+        state = cache.kept.get("state") or self.rule.start(self, v)
+        if len(state[0]) != len(v):
             raise ValueError(
-                "the cache holds a state of another recipe, or of another batch: begin with "
+                f"the cache has {len(state[0])} sequences, the input {len(v)}: begin with "
                 "model.new_cache()"
             )
         if "rows" in cache.kept:
@@ -803,20 +918,22 @@ class Recurrent(Mixer):
         full = T if self.has_weights else T - T % size
         outputs = []
         if full:
-            o, state = all_chunks(chunk, state, [y[:, :, :full] for y in inputs], size)
+            whole = [y[:, :, :full] for y in inputs]
+            o, state = all_chunks(chunk, state, whole, size)
             outputs.append(o)
         cache.kept["state"] = state
         if not self.has_weights:
             cache.kept["rows"] = [y[:, :, full:].clone() for y in inputs]
         if full < T:
-            outputs.append(all_chunks(chunk, state, cache.kept["rows"], size)[0])
+            o, _ = all_chunks(chunk, state, cache.kept["rows"], size)
+            outputs.append(o)
         return torch.cat(outputs, 2)[:, :, -new:]
 
     # ----------------------------------------------------------- attention weights, for instruments
 
     @torch.no_grad()
     def weight_blocks(self, q, k, x, table=None, mask=None):
-        """See Mixer. A rule that is not linear in the values has no weights; then it yields
+        """See Mixer. A rule that is not linear in the values has no weights: then it yields
         `derivatives`."""
         self.check(k, x, table)
         hidden = (mask or self.mask).hidden
@@ -824,27 +941,31 @@ class Recurrent(Mixer):
         if hidden < 0:
             yield from blocks_of(q, k, x)
             return
-        rows = kernels.row_blocks(q.shape[2], k.shape[2], self.mask, q.device)
-        for (_, _, i), w, without in zip(
-            rows, blocks_of(q, k, x), blocks_of(q, k, x, hidden), strict=True
-        ):
-            yield torch.where((i == hidden)[:, None], w, without)
+        blocks = kernels.row_blocks(q.shape[2], k.shape[2], self.mask, q.device)
+        without = blocks_of(q, k, x, hidden)  # the hidden token writes nothing
+        for w in blocks_of(q, k, x):
+            _, _, i = next(blocks)
+            yield torch.where((i == hidden)[:, None], w, next(without))
 
     def exact_weights(self, q, k, x, hidden=-1):
-        """weight_blocks of a rule that is linear in the values: the outputs for one-hot values, the
-        j-th value being row j of the identity matrix. Memory is O(T)."""
+        """weight_blocks of a rule that is linear in the values: the outputs for one-hot values. The
+        j-th value is row j of the identity matrix. Memory is O(T)."""
         R, T = q.shape[2], k.shape[2]
-        places, cache, q = torch.arange(T, device=q.device), Cache(), F.pad(q, (0, 0, T - R, 0))
-        for start, stop in itertools.pairwise(
-            [*range(0, T - R, kernels.BLOCK), *range(T - R, T, kernels.BLOCK), T]
-        ):
+        q = F.pad(q, (0, 0, T - R, 0))  # (B, H, T, D)
+        j = torch.arange(T, device=q.device)
+        cache = Cache()
+        bounds = [*range(0, T - R, kernels.BLOCK), *range(T - R, T, kernels.BLOCK), T]
+        for start, stop in itertools.pairwise(bounds):
             rows = slice(start, stop)
-            one_hot = (places[rows, None] == places).to(x.dtype).expand(len(k), self.heads, -1, -1)
-            w = self.read(q[:, :, rows], k[:, :, rows], one_hot, x[:, rows], cache, hidden - start)
+            q_rows = q[:, :, rows]
+            k_rows = k[:, :, rows]
+            one_hot = (j[rows, None] == j).to(x.dtype)  # (rows, T)
+            one_hot = one_hot.expand(len(k), self.heads, -1, -1)
+            w = self.read(q_rows, k_rows, one_hot, x[:, rows], cache, hidden - start)
             if start >= T - R:
                 yield w
 
-    def bytes_read(self, q, k, v, x, table=None, mask=None, cache=None):
+    def bytes_read(self, q, k, v, x, table=None, cache=None):
         """The state, and what else the cache holds."""
         total = 0
         for kept in cache.kept.values():
@@ -860,23 +981,26 @@ class Recurrent(Mixer):
         at the values that the layer computes from x. Costs O(T^2): each row needs a backward
         pass."""
         R, T = q.shape[2], k.shape[2]
-        q, v = F.pad(q, (0, 0, T - R, 0)), self.rule_inputs(q, k, self.projected(x, None)[2])[2]
+        _, _, v = self.projected(x)
+        v = self.for_score_heads(wide(v), 1)
+        q = F.pad(q, (0, 0, T - R, 0))
         generator = torch.Generator().manual_seed(0)
-        signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=generator).to(v) * 2 - 1
+        signs = torch.randint(2, (self.heads, 1, v.shape[3]), generator=generator)
+        signs = signs.to(v) * 2 - 1
         for start in range(T - R, T, kernels.BLOCK):
             stop = min(start + kernels.BLOCK, T)
             with torch.enable_grad():
                 qs, ks, vs, xs = (y[..., :stop, :].detach() for y in (q, k, v, x))
                 o = self.read(qs, ks, vs.requires_grad_(), xs, hidden=hidden)
-                # (stop - start,): a number for each row
-                outputs = (o * signs)[:, :, start:].sum((0, 1, 3))
+                outputs = (o * signs)[:, :, start:].sum((0, 1, 3))  # a number for each row
             few = max(1, 2**22 // vs.numel())  # rows at a time, to save memory
-            gradients = [
-                torch.autograd.grad(outputs, vs, rows, retain_graph=True, is_grads_batched=True)[0]
-                for rows in torch.eye(len(outputs), device=v.device, dtype=outputs.dtype).split(few)
-            ]
-            # dv (few, B, H, stop, E)
-            w = torch.cat([(dv * signs).mean(-1) for dv in gradients]).movedim(0, 2)
+            blocks = []
+            for rows in torch.eye(stop - start, device=v.device, dtype=o.dtype).split(few):
+                (dv,) = torch.autograd.grad(
+                    outputs, vs, rows, retain_graph=True, is_grads_batched=True
+                )
+                blocks.append((dv * signs).mean(-1))  # (few, B, H, stop)
+            w = torch.cat(blocks).movedim(0, 2)  # (B, H, rows, stop)
             yield F.pad(w, (0, T - stop))
 
     @torch.no_grad()
@@ -884,21 +1008,20 @@ class Recurrent(Mixer):
         """The share of the tokens of x (B, T, C) whose rate the rule lowers, (H,). None if it never
         lowers one."""
         if self.rule.slowed:
-            return self.read(*self.projected(x, None), x, chunk=self.rule.slowed).mean((0, 2, 3))
+            q, k, v = self.projected(x)
+            slowed = self.read(q, k, v, x, chunk=self.rule.slowed)  # (B, H, T, 1)
+            return slowed.mean((0, 2, 3))
 
     def flops_per_token(self):
         """FLOPs of the recurrence, which do not depend on the length. Chunks spend more for the
         same result."""
-        return 6 * self.rule.products * self.heads * self.width * self.shapes["v"][1]
+        size = self.width * self.shapes["v"][1]  # of a head's state
+        return 6 * self.rule.products * self.heads * size
 
     # ------------------------------------------------------------------ limits
 
     @staticmethod
     def obstacles(config, device):
-        yield (
-            "triton",
-            not RULES[config.rule].has_weights,
-            f"rule {config.rule} of a state has no kernel",
-        )
-        yield from triton_obstacles(config, device, config.head_width)
-        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
+        learns = not RULES[config.rule].has_weights
+        yield "triton", learns, f"rule {config.rule} of a state has no kernel"
+        yield from obstacles_of_kernels(config, device)

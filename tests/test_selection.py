@@ -22,10 +22,11 @@ def test_magicpig_finds_a_key_with_the_probability_that_its_weight_is_divided_by
             n_embd=8,
             attn_args=f"first=0,recent=3,bits=2,tables=4,seed={seed}",
         )
-        index, select = Cache(), module.select
-        select.index(module, k, k, index)
-        found = found + select.selected(module, q, k, index, i, torch.ones(1, T).bool())[0].double()
-    u = select.log_chance(module, q, k, index, i, torch.arange(T)).exp()
+        index = Cache()
+        module.index_keys(k, k, index)
+        selected, _ = module.selected(q, k, index, i, torch.ones(1, T).bool())
+        found = found + selected.double()
+    u = module.log_chance(q, k, index, i, torch.arange(T)).exp()
     assert (found[..., -3:] == 500).all()  # the recent keys
     found, u = found[..., :-3] / 500, u[..., :-3]
     below((found - u).abs() / (u * (1 - u) / 500).sqrt(), 6)
@@ -51,7 +52,7 @@ def test_a_step_reads_the_selected_keys_and_values_only(attn, args):
     # with realloc every value has a weight
     chosen = (plain.weights_of(q, k, x)[:, :, -1] > 0)[..., None]
     index = Cache()
-    module.select.index(module, k, v, index)
+    module.index_keys(k, v, index)
     expected = module.attend(q, k, v, x)[:, :, -1:]
     unread = k if attn == "topk" else torch.where(chosen, k, math.nan)
     found = module.attend(
