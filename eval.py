@@ -37,9 +37,9 @@ from evals import (
     theory,
 )
 from evals.instrument import (
+    OVERRIDES,
     Common,
     OpenedRun,
-    Overrides,
     Picture,
     new_parameters,
     one_after_another,
@@ -47,6 +47,7 @@ from evals.instrument import (
     recipe_names,
     runs_named,
 )
+from model import GPTConfig
 
 
 class Command(NamedTuple):
@@ -107,8 +108,10 @@ def main(argv):
         parser,
         command.flags,
         *([Picture] if command.draw else []),
-        *([Common, Overrides] if of_a_run else []),
+        *([Common] if of_a_run else []),
     )
+    if of_a_run:
+        add_flags(parser, GPTConfig, only=OVERRIDES)
     parsed = parser.parse_args(argv[1:])
     if of_a_run and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
@@ -135,8 +138,11 @@ def main(argv):
 def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns the
     numbers as JSON has them, the text, and {run: numbers}; None on all ranks but one."""
-    places, overrides = runs_named(parsed.out_dir), given_flags(parsed, Overrides)
-    recipes, cases = recipe_names(overrides["attn"]) if "attn" in overrides else [], {}
+    places = runs_named(parsed.out_dir)
+    overrides = {name: getattr(parsed, name) for name in ("attn", *OVERRIDES)}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    recipes = recipe_names(overrides["attn"]) if "attn" in overrides else []
+    cases = {}
     for place in places:
         if len(recipes) < 2:
             cases[place] = place, overrides

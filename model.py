@@ -8,7 +8,6 @@ A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
 
-import copy
 import math
 import zlib
 from dataclasses import dataclass, replace
@@ -284,64 +283,53 @@ class GPTConfig(Knobs):
     def __post_init__(self):
         if self.layers:
             self.attn = attention.pattern(self.layers)[0][0]
-        unknown = self.recipe.keys() - {*mixers.DEFAULTS, "args"}
-        if unknown:
+        recipe = attention.recipe(self.attn)
+        if unknown := recipe.keys() - {*mixers.DEFAULTS, "args"}:
             raise ValueError(f"recipe {self.attn} has no such axis: {unknown.pop()}")
-        # a flag beats the recipe, and the recipe beats the default. Presets were applied before:
-        # see common/flags.py
-        for name, default in mixers.DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, self.recipe.get(name, default))
+        for axis, default in mixers.DEFAULTS.items():
+            if getattr(self, axis) is None:
+                setattr(self, axis, recipe.get(axis, default))
         self.n_kv_head = self.n_kv_head or self.n_head
-        # then check each value by itself, the numbers that belong together, and the axes
-        super().__post_init__()
-        divisible = self.n_embd % self.n_head == 0
-        for name, valid, message in (
-            ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
-            (
-                "n_head",
-                self.n_head % self.n_kv_head == 0,
-                f"is not divisible by n_kv_head={self.n_kv_head}",
-            ),
-            (
-                "bias_of",
-                self.bias_of == "all" or self.bias or self.qkv_bias,
-                "needs biases: add --qkv_bias=1",
-            ),
-            (
-                "rope_scaling",
-                not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
-                f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope",
-            ),
-        ):
-            if not valid:
-                raise ValueError(f"{name}={getattr(self, name)} {message}")
+
+        super().__post_init__()  # checks each value alone
+        if self.n_embd % self.n_head and not self.head_dim:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
+        if self.bias_of != "all" and not (self.bias or self.qkv_bias):
+            raise ValueError(f"bias_of={self.bias_of} needs biases: add --qkv_bias=1")
+        if self.rope_scaling:
+            parse_rope_scaling(self.rope_scaling)  # raises if it is malformed
+            if not POSITIONS[self.pos].rotates:
+                raise ValueError(
+                    f"rope_scaling={self.rope_scaling} needs rotary positions, which "
+                    f"--pos={self.pos} does not have: leave it empty, or use --pos=rope"
+                )
         mixers.check_axes(self)
+        if self.layers:
+            mixers.check_layers(self)
 
     @property
-    def kinds(self):
-        """The configs of the layers that --layers repeats, each with the axes of its recipe, except
-        those that differ from the first recipe's, which a preset or a flag has changed for all
-        layers. A layer's own axes beat both: common/flags.py has already written those of flags
-        into each layer. Without --layers: [self]."""
-        first, found = mixers.DEFAULTS | self.recipe, []
-        changed = {
-            axis: getattr(self, axis)
-            for axis in first
-            if axis != "args" and getattr(self, axis) != first[axis]
-        }
-        for attn, own in attention.pattern(self.layers) if self.layers else ():
+    def layer_configs(self):
+        """The configs of the layers that --layers repeats; without --layers, this one alone.
+
+        A layer has the axes of its recipe. Two things override them: axes of this config that
+        differ from the first recipe's, since a preset or a flag has changed them in all layers;
+        and the layer's own axes, into which `resolve` has written those of flags."""
+        if not self.layers:
+            return [self]
+        first = mixers.DEFAULTS | self.recipe
+        changed = {axis: getattr(self, axis) for axis in mixers.DEFAULTS}
+        changed = {axis: value for axis, value in changed.items() if value != first[axis]}
+        configs = []
+        for attn, own in attention.pattern(self.layers):
             axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}
-            axes |= {
-                axis: int(axes[axis]) for axis in mixers.NUMBERS if str(axes[axis]).isdecimal()
-            }
-            args = [self.attn_args] * (attn == self.attn) + [
-                f"{n}={own[n]}" for n in own if n not in axes
-            ]
-            found.append(
-                replace(self, layers="", attn=attn, attn_args=",".join(filter(None, args)), **axes)
-            )
-        return found or [self]
+            constants = [f"{name}={value}" for name, value in own.items() if name not in axes]
+            if attn == self.attn and self.attn_args:
+                constants.insert(0, self.attn_args)
+            args = ",".join(constants)
+            configs.append(replace(self, layers="", attn=attn, attn_args=args, **axes))
+        return configs
 
     @property
     def recipe(self):
@@ -352,6 +340,43 @@ class GPTConfig(Knobs):
     def head_width(self):
         """The head dimension D: the width of each query and key."""
         return self.head_dim or self.n_embd // self.n_head
+
+
+def resolve(sources, flags):
+    """Decide the knobs of a run: {knob: value}, and {knob: the name of the source of its value}.
+
+    sources: {name: {knob: value}}, such as a preset and a stored run; flags: {knob: value}, those
+    given. The last source that names a knob wins, then comes the recipe of a given --attn, then the
+    flags. A knob that nobody names keeps its default. Raises ValueError if --attn is not the first
+    recipe of --layers."""
+    if flags.get("layers"):
+        first = attention.pattern(flags["layers"])[0][0]
+        flags = {"attn": first} | flags
+        if flags["attn"] != first:
+            raise ValueError(
+                f"--layers={flags['layers']} begins with {first}: leave out --attn={flags['attn']}"
+            )
+    knobs, origins = {}, {}
+
+    def take(source, values):
+        knobs.update(values)
+        origins.update(dict.fromkeys(values, source))
+
+    for source, values in sources.items():
+        take(source, values)
+    if "attn" in flags:
+        # A stored run has a value for every axis. The new recipe removes those that the run's own
+        # recipe has set (None: see GPTConfig), but not those that its flags have changed
+        old = attention.ATTENTIONS.get(knobs.get("attn"), {})
+        removed = dict.fromkeys(axis for axis, value in old.items() if knobs.get(axis) == value)
+        new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
+        take(f"recipe {flags['attn']}", removed | new)
+    take("flag", flags)
+    axes = "".join(f",{axis}={flags[axis]}" for axis in mixers.DEFAULTS if axis in flags)
+    if axes and knobs.get("layers"):  # they hold in all layers: the last value of an axis wins
+        layers = attention.layers_of(knobs["layers"])
+        knobs["layers"] = "+".join(layer + axes for layer in layers)
+    return knobs, origins
 
 
 MODULES = 40_000  # bytes of a block's Python objects, without its weights
@@ -371,7 +396,7 @@ class GPT(nn.Module):
             f"n_layer={config.n_layer}: the Python objects of the blocks need",
             "lower n_layer",
         )
-        self.config, kinds = config, config.kinds
+        self.config, layer_configs = config, config.layer_configs
         self.ahead = SINKS[config.sink].ahead  # learned tokens before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of token ids
         if config.embed_norm:
@@ -384,7 +409,8 @@ class GPT(nn.Module):
                 **embeddings,
                 "drop": nn.Dropout(config.dropout),
                 "h": nn.ModuleList(
-                    Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)
+                    Block(layer_configs[layer % len(layer_configs)], layer)
+                    for layer in range(config.n_layer)
                 ),
                 "ln_f": make_norm(config),
             }
@@ -677,8 +703,7 @@ def generator_of(seed, name):
 def check_size(config, copies):
     """Raise ValueError if this machine's memory cannot hold `copies` of a model's weights in
     float32. It counts a model of one block, or of one period of --layers, on the meta device."""
-    one = copy.copy(config)
-    one.n_layer = len(config.kinds)
+    one = replace(config, n_layer=len(config.layer_configs))
     with torch.device("meta"):
         model = GPT(one)
     block = sum(p.numel() for p in model.transformer.h.parameters()) // one.n_layer  # a mean

@@ -6,8 +6,8 @@
     python train.py --preset=paper1-760m --dry_run  only print what it needs: memory, FLOPs, hours
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of
---init_from, preset (--preset), default. One exception: the preset tune beats the run of
---init_from.
+--init_from, preset (--preset), default. The preset tune, which adapts a run, comes before that
+run. --show_config prints each value and where it comes from.
 
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob,
 versions, losses) and log.csv; common/runs.py describes them, and adapters (--train_only=PART).
@@ -42,15 +42,15 @@ from tqdm import tqdm
 
 import mixers
 from common import files
-from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob
+from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob, shown
 from common.machine import PEAK_TFLOPS, Machine, check_memory
 from common.runs import Run, as_base, made_by, read_run
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
-from model import GPT, GPTConfig, check_size, hidden_width
+from model import GPT, GPTConfig, check_size, hidden_width, resolve
 from training.balance import check_balance, losses
-from training.presets import PRESETS, default_out_dir, presets_and_recipes, settle_knobs
+from training.presets import PRESETS, presets_and_recipes
 from training.weights import (
     PROJECTIONS,
     gather,
@@ -170,29 +170,101 @@ class Train(Knobs):
         False, "on several ranks, split weights, gradients and optimizer state over them"
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.train_only != "all" and self.init_from == "scratch":
-            raise ValueError(
-                f"--train_only={self.train_only} trains only a part of the model, so "
-                "the rest must come from a run: name it with --init_from"
-            )
-
 
 @dataclass
 class DryRun(Knobs):
-    """Flags of a dry run"""
+    """Flags that print something and train nothing"""
 
+    show_config: bool = knob(
+        False, "print the value of each knob and where it comes from, and stop"
+    )
     dry_run: bool = knob(
         False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours"
     )
     gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
+
+# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel
+# rounds differently. Another max_iters also moves the end of the cosine (unless --lr_decay_iters is
+# given) and of the layers' schedules
+MAY_CHANGE = {
+    "out_dir",
+    "device",
+    "dtype",
+    "compile",
+    "shard",
+    "kernel",
+    "max_iters",
+    "eval_interval",
+    "log_interval",
+}
+
+
+def resolve_run(flags):
+    """Decide all knobs of a run from the flags given, {name: value}. Returns {knob: value}, {knob:
+    the source that has set it}, and meta.json of the run to resume, or None."""
+    init_from = flags.get("init_from", "scratch")
+    preset = flags.get("preset", Train.preset)
+    if init_from == "resume":
+        return resolve_resumed(flags, PRESETS[preset])
+    sources = {}
+    if init_from != "scratch":  # the model and the data of another run
+        meta, checkpoint = read_run(init_from)
+        stored = meta["knobs"]
+        sources[f"run {init_from}"] = fields_of(GPTConfig, stored) | {"dataset": stored["dataset"]}
+        flags = flags | {"init_from": str(checkpoint)}
+        # public weights, and runs that began with them, have contexts too long for most machines:
+        # tune has a short one
+        if "source" in meta or stored.get("preset") == "tune":
+            preset = flags.get("preset", "tune")
+    values = {f"preset {preset}": PRESETS[preset] | {"preset": preset}}
+    sources = sources | values if preset == "tune" else values | sources
+    return *resolve(sources, flags), None
+
+
+def resolve_resumed(flags, preset):
+    """As resolve_run, for the run to resume, which flags or their preset name. Its own knobs stay,
+    but flags may repeat them, or change those in MAY_CHANGE."""
+    given, _ = resolve({"preset": preset}, flags)
+    recipe = given.get("layers") or given.get("attn", GPTConfig.attn)
+    out_dir = flags.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), recipe)
+    meta, _ = read_run(out_dir)
+    stored, changed = meta["knobs"], {"out_dir": out_dir}
+    for name in flags:
+        value = given[name]
+        if name in MAY_CHANGE:
+            changed[name] = value
+            continue
+        # 0: "decide for me", as the run did
+        decided = value == 0 and name in ("n_kv_head", "vocab_size")
+        if value != stored.get(name, value) and not decided and name != "init_from":
+            raise ValueError(
+                f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
+                f"{name}={value}: leave out the flag, or start a new run with another --out_dir"
+            )
+    return *resolve({f"run {out_dir}": stored}, changed), meta
+
+
+def default_out_dir(dataset, attn):
+    return f"out/{Path(dataset).name}-{attn.translate(str.maketrans(',=', '--', '*'))}"
+
+
+def check(knobs, config, plan):
+    """Raise ValueError if knobs do not fit together. plan: a DryRun."""
+    if not 0 < plan.mfu <= 1:
+        raise ValueError(f"--mfu={plan.mfu} must lie in (0, 1]")
+    if knobs.train_only != "all" and knobs.init_from == "scratch":
+        raise ValueError(
+            f"--train_only={knobs.train_only} trains only a part of the model, so the rest must "
+            "come from a run: name it with --init_from"
+        )
+    check_balance(knobs, config)
+    for layer in config.layer_configs:
+        if reason := mixers.MIXERS[layer.mixer].cannot_learn(layer):
+            raise ValueError(reason)
+        if knobs.docs:
+            mixers.check_packs(layer)
 
 
 # ------------------------------------------------------------------------------------------ batches
@@ -639,13 +711,14 @@ def dry_run(knobs, config, plan):
     hours = flops / (1e12 * tflops * plan.mfu) / 3600
     return "\n".join(
         [
-            f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
+            f"model: {model.num_params() / 1e6:.2f}M parameters, "
+            f"--attn={config.layers or config.attn}",
             f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {total:,} in all",
             f"memory of one process, {knobs.batch_size} sequences at a time with fused attention, "
             "about:",
             *(f"  {name:11} {size / 1e9:10,.3f} GB" for name, size in memory.items()),
-            f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, besides a "
-            "block or two",
+            f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, "
+            "besides a block or two",
             f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
             f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
             f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs",
@@ -692,17 +765,12 @@ def main(argv):
     args = parser.parse_args(argv)
     try:
         # validate all flags before the GPU is used or anything is written
-        settled, stored = settle_knobs(args, Train)
         plan = DryRun(**given_flags(args, DryRun))
-        knobs = Train(**fields_of(Train, settled))
-        vocab_size = settled.get("vocab_size", 0)  # 0: take it from the data set, below
-        config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})
-        check_balance(knobs, config)
-        for kind in config.kinds:
-            if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
-                raise ValueError(reason)
-            if knobs.docs:
-                mixers.check_packs(kind)
+        values, sources, stored = resolve_run(given_flags(args, Train, GPTConfig))
+        knobs = Train(**fields_of(Train, values))
+        vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
+        config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})
+        check(knobs, config, plan)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
         before = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
         if stored:
@@ -715,6 +783,11 @@ def main(argv):
             )
     except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))
+    if plan.show_config:
+        values = dataclasses.asdict(knobs) | dataclasses.asdict(config)
+        for name, value in (values | {"vocab_size": vocab_size}).items():
+            print(f"{f'--{name}={shown(value)}':40} {sources.get(name, 'default')}")
+        return
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
         if plan.dry_run:  # needs data only to learn the size of the vocabulary

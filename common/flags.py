@@ -1,18 +1,14 @@
-"""Flags made from dataclasses, and their precedence.
+"""Flags made from dataclasses. model.resolve decides which value of a knob wins.
 
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4
 both work, -h lists every knob with its meaning, and a wrong flag or value ends with one line that
 names the valid ones.
-
-Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which
-overrides the default.
 """
 
 import argparse
 import dataclasses
 import difflib
 import inspect
-import re
 from functools import partial
 from typing import get_type_hints
 
@@ -64,35 +60,38 @@ class Knobs:
                 )
 
 
-def add_flags(parser, *groups, preset=None):
+def add_flags(parser, *groups, preset=None, only=None):
     """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that
     presets and recipes can decide. preset: {name: value} that replace defaults in the help, since a
-    call without flags uses them."""
+    call without flags uses them. only: the names of the knobs to add; None: all."""
     for group in groups:
-        # one sentence
-        section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])
+        title = (inspect.getdoc(group) or "").split(". ")[0]
+        section = parser.add_argument_group(title)
         types = get_type_hints(group)
         for field in dataclasses.fields(group):
+            if only and field.name not in only:
+                continue
             # an axis has None by default: it lets the recipe decide
             kind = {int | None: int, str | None: str}.get(types[field.name], types[field.name])
-            reads = {"type": kind}
+            reads = {"type": kind, "metavar": METAVARS.get(kind, "S")}
             if kind is bool:
-                reads = {"type": as_bool, "nargs": "?", "const": True}
-            name, metavar = f"--{field.name}", {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
+                reads |= {"type": as_bool, "nargs": "?", "const": True}
+            name = f"--{field.name}"
             if field.metadata["positional"]:
-                # optional, with a default
-                name, metavar, reads = field.name, field.name, {"nargs": "?"}
-            # for argparse
-            choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")
+                name, reads = field.name, {"nargs": "?", "metavar": field.name}
+            meaning = field.metadata["help"].replace("%", "%%")  # for argparse
+            choices = field.metadata["choices"]
             if choices and len(choices) <= 8:
-                metavar = None  # argparse lists them
+                reads["metavar"] = None  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
             default = (preset or {}).get(field.name, field.default)
-            meaning += "" if default in (None, "") else f" ({shown(default)})"
-            section.add_argument(
-                name, default=None, **reads, choices=choices, metavar=metavar, help=meaning
-            )
+            if default not in (None, ""):
+                meaning += f" ({shown(default)})"
+            section.add_argument(name, default=None, **reads, choices=choices, help=meaning)
+
+
+METAVARS = {int: "N", float: "X", bool: "0|1"}  # a value in -h, by the type of its knob
 
 
 def shown(value):
@@ -185,41 +184,3 @@ def fields_of(group, values):
                 "meta.json, or train it again"
             )
     return found
-
-
-def with_recipe(base, given, recipes, axes):
-    """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides
-    `base`, a preset or the knobs of a stored run. axes: their names.
-
-    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe,
-    all --attn_args and --layers are dropped. Axis values that the user had chosen in addition are
-    kept. A given axis is written into each layer of --layers."""
-    if "attn" in given:
-        before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
-        of_recipe = {*axes, "layers"}
-        base = {
-            n: value for n, value in base.items() if n not in of_recipe or before.get(n) != value
-        }
-        base |= {"attn_args": ""} | recipes[given["attn"]]
-    knobs = base | given
-    if knobs.get("layers"):
-        given_axes = {name: given[name] for name in axes if name in given}
-        knobs["layers"] = in_all_layers(knobs["layers"], given_axes)
-    return knobs
-
-
-def layers_of(text):
-    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not
-    end a part."""
-    return re.split(r"\+(?!bias\b)", text)
-
-
-def in_all_layers(text, axes):
-    """--layers with these axes {name: value} in each part, in place of the part's own."""
-    parts = []
-    for part in layers_of(text):
-        recipe, *pairs = part.split(",")
-        own = dict(pair.split("=") for pair in pairs)
-        pairs = [f"{name}={value}" for name, value in (own | axes).items()]
-        parts.append(",".join([recipe, *pairs]))
-    return "+".join(parts)

@@ -21,7 +21,6 @@ tests/test_NAME.py.
 """
 
 import contextlib
-import dataclasses
 import glob
 import math
 import subprocess
@@ -41,7 +40,7 @@ from axes.layer import Layer
 from axes.options import constants
 from axes.positions import POSITIONS
 from common import files
-from common.flags import Knobs, fields_of, knob, with_recipe
+from common.flags import Knobs, fields_of, knob
 from common.machine import Machine
 from common.runs import (
     flags_to_finish,
@@ -55,7 +54,7 @@ from common.runs import (
 )
 from data import tokens
 from evals.measures import NAMES, printed
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, resolve
 
 
 @dataclass
@@ -75,6 +74,15 @@ class Common(Knobs):
         ("", "auto", "float32", "bfloat16", "float16"),
     )
     json: bool = knob(False, "print JSON instead of a table")
+    attn: str = knob(
+        "",
+        "attention recipe in place of the run's own; several: softmax,elastic. With several, the "
+        "flag of an axis or constant changes the recipes that have it, or all if none has it",
+    )
+
+
+# the other knobs of GPTConfig that an instrument can change in a trained model
+OVERRIDES = ("attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)
 
 
 @dataclass
@@ -97,31 +105,6 @@ class Windows(Knobs):
     windows: int = knob(16, "fixed windows, spread evenly", least=1)
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass", least=1)
-
-
-# these fields of GPTConfig are also flags of the instruments, which can change them in a trained
-# model
-RECIPES = {
-    "attn": {
-        "help": "attention recipe in place of the run's own; several: softmax,elastic. "
-        "With several, the flag of an axis or constant changes the recipes that have it, or all "
-        "if none has it",
-        "choices": None,
-    }
-}
-Overrides = dataclasses.make_dataclass(
-    "Overrides",
-    [
-        (
-            f.name,
-            f.type,
-            dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})),
-        )
-        for f in dataclasses.fields(GPTConfig)
-        if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)
-    ],
-)
-Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 def runs_named(text):
@@ -270,9 +253,8 @@ def new_parameters(out_dir, overrides):
 def model_config(stored, given):
     """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn,
     override them."""
-    return GPTConfig(
-        **fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS))
-    )
+    knobs, _ = resolve({"run": stored}, given)
+    return GPTConfig(**fields_of(GPTConfig, knobs))
 
 
 def train_if_missing(folder, flags, quiet=False):

@@ -1,5 +1,6 @@
 """Flags: which value wins."""
 
+import re
 import shutil
 
 from conftest import meta
@@ -11,40 +12,70 @@ import mixers
 import train as train_script
 from axes.options import constants
 from common import files
-from common.flags import Parser, add_flags
+from common.flags import Parser, add_flags, given_flags
 from evals.instrument import model_config
 from model import GPTConfig
 
 
 def settled(*argv):
     """The knobs that train.py finds for these flags."""
-    parser = Parser()
-    add_flags(parser, train_script.Train, GPTConfig)
-    return train_script.settle_knobs(parser.parse_args(argv), train_script.Train)[0]
+    groups, parser = (train_script.Train, GPTConfig), Parser()
+    add_flags(parser, *groups)
+    return train_script.resolve_run(given_flags(parser.parse_args(argv), *groups))[0]
 
 
-def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):
-    monkeypatch.setitem(
-        train_script.PRESETS,
-        "tiny",
-        {"n_layer": 7, "n_head": 3, "pos": "learned", "rule": "softmax"},
+def shown(capsys, *argv):
+    """{knob: (value, source)} of train.py --show_config."""
+    train_script.main(["--show_config", *argv])
+    rows = re.findall(r"--(\w+)=(\S*) +(.*)", capsys.readouterr().out)
+    return {name: (value, source) for name, value, source in rows}
+
+
+def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
+    copy, capsys, monkeypatch
+):
+    """Each of three axes is set by one source more than the one before."""
+    tiny = {"about": "", "n_layer": 7, "pos": "learned", "gate": "element", "qk_norm": "l2"}
+    monkeypatch.setitem(train_script.PRESETS, "tiny", tiny)
+    recipe = {"rule": "elastic", "pos": "none", "gate": "none"}
+    monkeypatch.setitem(attention.ATTENTIONS, "elastic", recipe)
+    found = shown(capsys, "--attn=elastic", "--pos=alibi", "--n_head", "2")
+    assert (
+        found.items()
+        >= {
+            "n_head": ("2", "flag"),
+            "pos": ("alibi", "flag"),
+            "gate": ("none", "recipe elastic"),
+            "qk_norm": ("l2", "preset tiny"),
+            "n_layer": ("7", "preset tiny"),
+            "n_embd": ("768", "default"),
+            "sink": ("none", "default"),
+            "bias": ("0", "default"),
+        }.items()
     )
-    monkeypatch.setitem(
-        attention.ATTENTIONS, "elastic", {"rule": "elastic", "n_head": 5, "pos": "none"}
-    )
-    knobs = {
-        "n_layer": 7,
-        "n_head": 5,
-        "pos": "none",
-        "rule": "elastic",
-        "attn": "elastic",
-        "attn_args": "",
+    knobs = meta(copy)["knobs"] | {
+        "attn": "sink",
+        "sink": "logit",
+        "gate": "head",
+        "rule": "softmax",
     }
-    assert settled("--attn=elastic", "--n_embd=64") == knobs | {"n_embd": 64}
-    assert settled(
-        "--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1"
-    ) == knobs | {"n_layer": 1, "n_head": 2, "pos": "rope", "rule": "softmax"}
-    assert settled() == train_script.PRESETS["tiny"]
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
+    run = f"run {copy}"
+    found = shown(capsys, f"--init_from={copy}", "--attn=elastic")
+    assert (
+        found.items()
+        >= {
+            "gate": ("none", "recipe elastic"),
+            "sink": ("none", "recipe elastic"),
+            "qk_norm": (knobs["qk_norm"], run),
+            "n_layer": (str(knobs["n_layer"]), run),
+            "max_iters": ("1000", "default"),
+        }.items()
+    )
+    found = shown(capsys, f"--init_from={copy}", "--preset=tune")
+    assert found["block_size"] == ("256", "preset tune") and found["gate"] == ("head", run)
+    found = shown(capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9")
+    assert found["seed"][1] == run and found["max_iters"] == ("9", "flag")
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
@@ -124,10 +155,9 @@ def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_f
         given["attn_args"] = f"tau_init={constant['tau_init']}"
     config = model_config({"n_layer": len(layers)}, given if afterwards else given | flags)
     config = model_config(vars(config), flags if afterwards else {})
-    for kind, (attn, axes, own) in zip(config.kinds, layers, strict=True):
-        assert kind.attn == attn and all(
-            getattr(kind, axis) == axes[axis] for axis in mixers.DEFAULTS
-        )
-        assert constants(kind, attention.AXES).get("tau_init") == (
+    for layer, (attn, axes, own) in zip(config.layer_configs, layers, strict=True):
+        assert layer.attn == attn
+        assert all(getattr(layer, axis) == axes[axis] for axis in mixers.DEFAULTS)
+        assert constants(layer, attention.AXES).get("tau_init") == (
             own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None
         )
