@@ -106,8 +106,8 @@ class Block(nn.Module):
 
 
 def axis(name, meaning):
-    """A field of GPTConfig for one axis. None: the recipe's value or, if it has none, the axis'
-    default."""
+    """A field of GPTConfig for one axis. Its default None becomes the recipe's value or, if it has
+    none, the axis' default."""
     least = mixers.NUMBERS[name].default if name in mixers.NUMBERS else None
     return knob(None, meaning, mixers.AXES.get(name), least)
 
@@ -117,6 +117,7 @@ class GPTConfig(Knobs):
     """Sizes and choices of one model. The recipe `attn` fills in the axes (see axes/base.py) that
     are None.
 
+    With `layers`, one model has layers of several recipes: `layer_configs` has a config for each.
     Raises ValueError if no model can be built from them."""
 
     # sizes
@@ -151,8 +152,8 @@ class GPTConfig(Knobs):
     )
     norm_place: str = knob(
         "pre",
-        "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
-        "(post, which needs a learning-rate warm-up)",
+        "norms before each branch (pre), on what each branch adds (out), or on the stream after "
+        "each branch (post, which needs a learning-rate warm-up)",
         ("pre", "out", "post"),
     )
     norm_eps: float = knob(1e-5, "epsilon of the norms", least=1e-12, below=1)
@@ -180,22 +181,25 @@ class GPTConfig(Knobs):
     )
     layers: str = knob(
         "",
-        "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps with "
-        "axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes this axis in all layers",
+        "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps "
+        "with axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes "
+        "this axis in all layers",
     )
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto",
-        "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
-        "while decoding), sdpa (torch's fused softmax); auto: the fastest that can compute the recipe here",
+        "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; "
+        "the block loop while decoding), sdpa (torch's fused softmax); auto: the fastest that can "
+        "compute the recipe here",
         ("auto", "torch", "triton", "sdpa"),
     )
     # the axes
     mixer: str | None = axis(
         "mixer",
-        "layer that mixes tokens: attention; focus: distant pairs need a common group; "
-        "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
-        "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax",
+        "layer that mixes tokens: attention; focus: distant pairs need a common group; routing: "
+        "all pairs need a common cluster; recurrent: every token changes and reads a state; "
+        "performer: a state that approximates softmax; selection: each query selects a few keys "
+        "of a model trained with softmax",
     )
     rule: str | None = axis(
         "rule", "how scores become attention weights; for a state: how a token changes it"
@@ -223,9 +227,9 @@ class GPTConfig(Knobs):
     )
     pos: str | None = axis(
         "pos",
-        "positions: rotary; none; an embedding of each position, fixed or learned; or a "
-        "bias on the score: a slope (alibi), T5's learned buckets, the bucket numbers themselves (a negative "
-        "control), or a learned bias per head and distance, also with rotary",
+        "positions: rotary; none; an embedding of each position, fixed or learned; or a bias on "
+        "the score: a slope (alibi), T5's learned buckets, the bucket numbers themselves (a "
+        "negative control), or a learned bias per head and distance, also with rotary",
     )
     qk_norm: str | None = axis(
         "qk_norm",
@@ -710,7 +714,8 @@ def check_size(config, copies):
     count = model.num_params() + (config.n_layer - one.n_layer) * block
     check_memory(
         config.n_layer * MODULES + 4 * copies * count,
-        f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} blocks, needs",
+        f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} blocks, "
+        "needs",
         "lower n_layer or n_embd, or use a larger machine",
     )
 

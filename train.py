@@ -351,14 +351,21 @@ def learning_rate(step, knobs):
 
 class Training:
     """One training run: all that its loop needs, from the data to the optimizer. Making it writes
-    nothing to disk, so a wrong flag destroys no earlier run; `begin` does.
+    nothing to disk, so a wrong flag destroys no earlier run; `begin` does."""
 
-    run: the Run of its output folder. folder, data: the data set's folder and its meta.json.
-    stored: meta.json of the run to resume, or None. flags: the command line as given."""
-
-    def __init__(self, run, knobs, config, machine, folder, data, stored, flags):
-        self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
-        self.run = run
+    def __init__(
+        self,
+        run,  # the Run of its output folder
+        knobs,
+        config,
+        machine,
+        folder,  # of the data set
+        data,  # its meta.json
+        stored,  # meta.json of the run to resume, or None
+        flags,  # the command line as given
+    ):
+        self.run, self.knobs, self.config = run, knobs, config
+        self.machine, self.folder = machine, folder
         if stored and stored.get("data_hash") != tokens.data_hash(data):
             raise ValueError(
                 f"the data set {knobs.dataset} has changed since "
@@ -458,10 +465,10 @@ class Training:
 
     def train(self):
         """Train to the last step. Returns the step at which a signal stopped it, or None."""
-        knobs, machine, batches = self.knobs, self.machine, self.batches
-        model, running, optimizer, scaler = self.model, self.running, self.optimizer, self.scaler
+        knobs, machine = self.knobs, self.machine
+        model, optimizer, scaler = self.model, self.optimizer, self.scaler
         first = self.run.saved or 0  # steps that an earlier part of this run has done
-        progress = Progress(knobs, model, machine, batches.total, first)
+        progress = Progress(knobs, model, machine, self.batches.total, first)
         with StopSignal() as signals, progress:
             for step in range(first + 1, knobs.max_iters + 1):
                 lr = learning_rate(step, knobs)
@@ -469,23 +476,7 @@ class Training:
                     group["lr"] = lr * group["lr_scale"]  # the group's own factor
                 model.set_progress(step / knobs.max_iters)  # for layers with a schedule
 
-                # each micro-batch is weighted by its share of the sequences, so gradients add up to
-                # that of one batch
-                micro_batches = batches(step)
-                sums = torch.zeros(2, device=machine.device)  # of both losses
-                for micro, (x, y, *starts) in enumerate(micro_batches):
-                    if self.config.dropout:  # seeded by these numbers: no state to be stored
-                        seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
-                        torch.manual_seed(seeds.generate_state(1)[0].item())
-                    # data-parallel ranks average their gradients once, after the last micro-batch
-                    if isinstance(running, DistributedDataParallel):
-                        running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                    with machine.autocast():  # products in 16 bits if fast, sums in float32
-                        loss, balance = losses(running, x, y, knobs, machine, *starts)
-                        balance = balance + model.penalty()
-                    share = len(x) * machine.world / batches.total
-                    scaler.scale((loss + balance) * share).backward()
-                    sums += torch.stack([loss.detach(), balance.detach()]) * share
+                sums = self.accumulate_gradients(step)  # (2,), of both losses
 
                 # clip the gradient, to limit the effect of one unusual batch. If float16 overflows,
                 # the scaler skips the step and lowers its scale
@@ -524,6 +515,28 @@ class Training:
                     progress.measure_from(step)  # without the time of the evaluation
                     if stop:
                         return step if step < knobs.max_iters else None
+
+    def accumulate_gradients(self, step):
+        """Run a step's micro-batches forward and backward. Returns the means of the model's loss
+        and of the losses that are added to it, a tensor (2,)."""
+        knobs, machine, running = self.knobs, self.machine, self.running
+        micro_batches = self.batches(step)
+        sums = torch.zeros(2, device=machine.device)
+        for micro, (x, y, *starts) in enumerate(micro_batches):
+            if self.config.dropout:  # seeded by these numbers: no state to be stored
+                seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
+                torch.manual_seed(seeds.generate_state(1)[0].item())
+            # data-parallel ranks average their gradients once, after the last micro-batch
+            if isinstance(running, DistributedDataParallel):
+                running.require_backward_grad_sync = micro == len(micro_batches) - 1
+            with machine.autocast():  # products in 16 bits if fast, sums in float32
+                loss, balance = losses(running, x, y, knobs, machine, *starts)
+                balance = balance + self.model.penalty()
+            # weighted by the share of the sequences, gradients add up to that of one batch
+            share = len(x) * machine.world / self.batches.total
+            self.scaler.scale((loss + balance) * share).backward()
+            sums += torch.stack([loss.detach(), balance.detach()]) * share
+        return sums
 
     def evaluate_and_save(self, row, evaluate, stop):
         """Evaluate on the same windows as always, if that is due, then write a row of the log and a

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import inspect
 from functools import partial
-from typing import get_type_hints
 
 from common import files
 
@@ -36,28 +35,27 @@ class Knobs:
     ones, or if a number has another type than its knob."""
 
     def __post_init__(self):
-        types = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            name, value, kind = field.name, getattr(self, field.name), types[field.name]
-            choices, least, below = (field.metadata[part] for part in ("choices", "least", "below"))
+            flag, value = f"--{field.name}", getattr(self, field.name)
+            choices = field.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(
-                    f"--{name}={value} is not among {', '.join(choices)}{nearest(value, choices)}"
+                    f"{flag}={value} is not among {', '.join(choices)}{nearest(value, choices)}"
                 )
-            if kind not in (int, float, int | None):
+            if field.type not in (int, float, int | None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind | int):
-                raise ValueError(
-                    f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number"
-                )
-            if kind is not float:
-                least, below = least or 0, below or 1 << 31
+            whole = field.type is not float
+            if isinstance(value, bool) or not isinstance(value, field.type | int):
+                raise ValueError(f"{flag}={value!r} must be a {'whole ' * whole}number")
+            least, below = field.metadata["least"], field.metadata["below"]
+            if whole and not value < 1 << 31:
+                raise ValueError(f"{flag}={value} must be below 2**31")
+            if whole and least is None:
+                least = 0
             if least is not None and not value >= least:
-                raise ValueError(f"--{name}={value} must be at least {least}")
+                raise ValueError(f"{flag}={value} must be at least {least}")
             if below is not None and not value < below:
-                raise ValueError(
-                    f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}"
-                )
+                raise ValueError(f"{flag}={value} must be below {below}")
 
 
 def add_flags(parser, *groups, preset=None, only=None):
@@ -67,12 +65,11 @@ def add_flags(parser, *groups, preset=None, only=None):
     for group in groups:
         title = (inspect.getdoc(group) or "").split(". ")[0]
         section = parser.add_argument_group(title)
-        types = get_type_hints(group)
         for field in dataclasses.fields(group):
             if only and field.name not in only:
                 continue
-            # an axis has None by default: it lets the recipe decide
-            kind = {int | None: int, str | None: str}.get(types[field.name], types[field.name])
+            # the default of an axis is None: the recipe decides
+            kind = {int | None: int, str | None: str}.get(field.type, field.type)
             reads = {"type": kind, "metavar": METAVARS.get(kind, "S")}
             if kind is bool:
                 reads |= {"type": as_bool, "nargs": "?", "const": True}
@@ -174,7 +171,7 @@ def given_flags(args, *groups):
 def fields_of(group, values):
     """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another
     type than its field, as in a damaged meta.json."""
-    types = get_type_hints(group)
+    types = {field.name: field.type for field in dataclasses.fields(group)}
     found = {name: value for name, value in values.items() if name in types}
     for name, value in found.items():
         if not isinstance(value, types[name] | int if types[name] is float else types[name]):

@@ -3,18 +3,21 @@ tables of text.
 
 An instrument is one file in this folder, with
 
-    a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
-    command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
-                              result as a dict for JSON and as a table for people. Its docstring
-                              begins -h
+    a dataclass of flags   its fields are the command's flags; see common/flags.py and Windows
+    command(args, run)     takes the filled dataclass, and an OpenedRun or None. Returns (numbers,
+                           text): the same result as a dict for JSON and as a table for people. Its
+                           docstring begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
+    draw(path, found)      draws the picture for --png; for a command that opens no run,
+                           draw(path, numbers)
     page(path, found)      writes the page for --html, which is a flag of its own; see evals/maps.py
-    tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
-                              their numbers, and those of numbers["mean"], side by side
-    check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
+    tell(args, found)      one text for all runs. Without it, eval.py prints their texts one after
+                           another, and then their numbers, and those of numbers["mean"], side by
+                           side
+    check(args, places, dataset)  raises ValueError on runs that cannot be compared, before the
+                           first is opened
 
 To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in
 tests/test_NAME.py.
@@ -405,24 +408,22 @@ def overrides_of(recipes, given):
     """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row
     in ATTENTIONS sets it, and a constant of --attn_args those that have it. If none does, and for
     any other flag, it reaches all."""
-    configs = {attn: GPTConfig(attn=attn) for attn in recipes}
-    axes = {attn: set(config.recipe) for attn, config in configs.items()}
-    named = {
-        attn: set(constants(config, mixers.MIXERS[config.mixer].axes))
-        for attn, config in configs.items()
-    }
+    axes, named = {}, {}  # of each recipe
+    for attn in recipes:
+        config = GPTConfig(attn=attn)
+        axes[attn] = set(config.recipe)
+        named[attn] = set(constants(config, mixers.MIXERS[config.mixer].axes))
     found = {}
     for attn in recipes:
         # what only the other recipes have. MagicPIG's constant `first` is not the axis of that name
         foreign_axes = set().union(*axes.values()) - axes[attn]
         foreign_args = set().union(*named.values()) - named[attn]
-        changed = {name: value for name, value in given.items() if name not in foreign_axes} | {
-            "attn": attn
-        }
+        changed = {name: value for name, value in given.items() if name not in foreign_axes}
         args = changed.pop("attn_args", "").split(",")
-        if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign_args):
-            changed["attn_args"] = args
-        found[attn] = changed
+        args = [pair for pair in args if pair.split("=")[0] not in foreign_args]
+        if any(args):
+            changed["attn_args"] = ",".join(args)
+        found[attn] = changed | {"attn": attn}
     return found
 
 

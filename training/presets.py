@@ -175,20 +175,22 @@ PRESETS = {
 def presets_and_recipes():
     """The lists of presets and recipes at the end of -h all: the flags that each of them sets."""
 
-    def in_lines(name, text):
-        indent = " " * 21
-        return textwrap.fill(
-            f"  {name:18} {text}", 140, subsequent_indent=indent, break_on_hyphens=False
-        )
+    def entry(name, text):
+        lines = textwrap.wrap(text, 119, break_on_hyphens=False)
+        return f"  {name:18} " + f"\n{'':21}".join(lines)
+
+    def flags(knobs):
+        return " ".join(f"--{name}={shown(value)}" for name, value in knobs.items())
 
     lines = ["presets:"]
     for name, preset in PRESETS.items():
-        flags = [f"--{knob}={shown(value)}" for knob, value in preset.items() if knob != "about"]
-        lines += [in_lines(name, preset["about"]), in_lines("", " ".join(flags))]
+        knobs = dict(preset)
+        lines += [entry(name, knobs.pop("about")), entry("", flags(knobs))]
     lines += ["", "recipes:"]
-    for name, axes in attention.ATTENTIONS.items():
-        flags = [f"--{axis}={value}" for axis, value in axes.items() if axis != "args"]
-        args = axes.get("args", {})
-        flags += [f"--attn_args={key}={shown(value)}" for key, value in args.items()]
-        lines.append(in_lines(name, " ".join(flags)))
+    for name, recipe in attention.ATTENTIONS.items():
+        axes = dict(recipe)
+        if args := axes.pop("args", None):
+            pairs = [f"{key}={shown(value)}" for key, value in args.items()]
+            axes["attn_args"] = ",".join(pairs)
+        lines.append(entry(name, flags(axes)))
     return "\n".join(lines)
