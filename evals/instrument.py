@@ -3,21 +3,18 @@ tables of text.
 
 An instrument is one file in this folder, with
 
-    a dataclass of flags   its fields are the command's flags; see common/flags.py and Windows
-    command(args, run)     takes the filled dataclass, and an OpenedRun or None. Returns (numbers,
-                           text): the same result as a dict for JSON and as a table for people. Its
-                           docstring begins -h
+    a dataclass of flags      its fields are the command's flags; see common/flags.py and Windows
+    command(args, run)        takes the filled dataclass, and an OpenedRun or None. Returns (numbers, text): the same
+                              result as a dict for JSON and as a table for people. Its docstring
+                              begins -h
 
 and, if it needs them, functions of found = {out_dir: numbers} of one or several runs:
 
-    draw(path, found)      draws the picture for --png; for a command that opens no run,
-                           draw(path, numbers)
+    draw(path, found)         draws the picture for --png; for a command that opens no run, draw(path, numbers)
     page(path, found)      writes the page for --html, which is a flag of its own; see evals/maps.py
-    tell(args, found)      one text for all runs. Without it, eval.py prints their texts one after
-                           another, and then their numbers, and those of numbers["mean"], side by
-                           side
-    check(args, places, dataset)  raises ValueError on runs that cannot be compared, before the
-                           first is opened
+    tell(args, found)         one text for all runs. Without it, eval.py prints their texts one after another, and then
+                              their numbers, and those of numbers["mean"], side by side
+    check(args, places, dataset)        raises ValueError on runs that cannot be compared, before the first is opened
 
 To add one, copy evals/loss.py, add a row to one of the two tables in eval.py, and test it in
 tests/test_NAME.py.

@@ -25,57 +25,38 @@ def settled(*argv):
 
 
 def shown(capsys, *argv):
-    """{knob: (value, source)} of train.py --show_config."""
+    """{source: {knob: value}} of train.py --show_config."""
     train_script.main(["--show_config", *argv])
-    rows = re.findall(r"--(\w+)=(\S*) +(.*)", capsys.readouterr().out)
-    return {name: (value, source) for name, value, source in rows}
+    found = {}
+    for name, value, source in re.findall(r"--(\w+)=(\S*) +(.*)", capsys.readouterr().out):
+        found.setdefault(source, {})[name] = value
+    return found
 
 
 def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
     copy, capsys, monkeypatch
 ):
-    """Each of three axes is set by one source more than the one before."""
     tiny = {"about": "", "n_layer": 7, "pos": "learned", "gate": "element", "qk_norm": "l2"}
     monkeypatch.setitem(train_script.PRESETS, "tiny", tiny)
     recipe = {"rule": "elastic", "pos": "none", "gate": "none"}
     monkeypatch.setitem(attention.ATTENTIONS, "elastic", recipe)
     found = shown(capsys, "--attn=elastic", "--pos=alibi", "--n_head", "2")
-    assert (
-        found.items()
-        >= {
-            "n_head": ("2", "flag"),
-            "pos": ("alibi", "flag"),
-            "gate": ("none", "recipe elastic"),
-            "qk_norm": ("l2", "preset tiny"),
-            "n_layer": ("7", "preset tiny"),
-            "n_embd": ("768", "default"),
-            "sink": ("none", "default"),
-            "bias": ("0", "default"),
-        }.items()
-    )
-    knobs = meta(copy)["knobs"] | {
-        "attn": "sink",
-        "sink": "logit",
-        "gate": "head",
-        "rule": "softmax",
-    }
+    assert found["flag"] == {"attn": "elastic", "pos": "alibi", "n_head": "2"}
+    of_recipe = {"rule": "elastic", "gate": "none", "attn_args": "", "layers": ""}
+    assert found["recipe elastic"] == of_recipe
+    assert found["preset tiny"] == {"preset": "tiny", "n_layer": "7", "qk_norm": "l2"}
+    assert found["default"].items() >= {"n_embd": "768", "sink": "none", "bias": "0"}.items()
+
+    # a run of another recipe, two of whose axes were flags
+    changed = {"attn": "sink", "sink": "logit", "gate": "head", "rule": "softmax", "seed": 5}
+    knobs = meta(copy)["knobs"] | changed | {"exclude": "own"}
     files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
-    run = f"run {copy}"
     found = shown(capsys, f"--init_from={copy}", "--attn=elastic")
-    assert (
-        found.items()
-        >= {
-            "gate": ("none", "recipe elastic"),
-            "sink": ("none", "recipe elastic"),
-            "qk_norm": (knobs["qk_norm"], run),
-            "n_layer": (str(knobs["n_layer"]), run),
-            "max_iters": ("1000", "default"),
-        }.items()
-    )
-    found = shown(capsys, f"--init_from={copy}", "--preset=tune")
-    assert found["block_size"] == ("256", "preset tune") and found["gate"] == ("head", run)
+    assert found["recipe elastic"] == of_recipe | {"pos": "none", "sink": "none"}
+    assert found[f"run {copy}"]["exclude"] == "own" and found["default"]["seed"] == "1337"
     found = shown(capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9")
-    assert found["seed"][1] == run and found["max_iters"] == ("9", "flag")
+    assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)}
+    assert found[f"run {copy}"]["seed"] == "5"
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
