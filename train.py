@@ -188,17 +188,9 @@ class DryRun(Knobs):
 # knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel
 # rounds differently. Another max_iters also moves the end of the cosine (unless --lr_decay_iters is
 # given) and of the layers' schedules
-MAY_CHANGE = {
-    "out_dir",
-    "device",
-    "dtype",
-    "compile",
-    "shard",
-    "kernel",
-    "max_iters",
-    "eval_interval",
-    "log_interval",
-}
+MAY_CHANGE = (
+    "out_dir device dtype compile shard kernel max_iters eval_interval log_interval".split()
+)
 
 
 def resolve_run(flags):
@@ -743,30 +735,10 @@ def dry_run(knobs, config, plan):
 
 # what -h shows
 USUAL = (
-    "preset",
-    "dataset",
-    "out_dir",
-    "init_from",
-    "max_iters",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "eval_interval",
-    "seed",
-    "device",
-    "dtype",
-    "compile",
-    "dry_run",
-    "block_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "dropout",
-    "attn",
-    "kernel",
-    "pos",
-    "window",
-)
+    "preset dataset out_dir init_from max_iters batch_size gradient_accumulation_steps "
+    "learning_rate eval_interval seed device dtype compile show_config dry_run block_size n_layer "
+    "n_head n_embd dropout attn kernel pos window"
+).split()
 
 
 def main(argv):

@@ -47,16 +47,17 @@ def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
     assert found["preset tiny"] == {"preset": "tiny", "n_layer": "7", "qk_norm": "l2"}
     assert found["default"].items() >= {"n_embd": "768", "sink": "none", "bias": "0"}.items()
 
-    # a run of another recipe, two of whose axes were flags
-    changed = {"attn": "sink", "sink": "logit", "gate": "head", "rule": "softmax", "seed": 5}
-    knobs = meta(copy)["knobs"] | changed | {"exclude": "own"}
+    # a run of another recipe, whose window was changed by a flag
+    changed = {"attn": "streaming", "rule": "softmax", "first": 4, "window": 5, "seed": 5}
+    knobs, run = meta(copy)["knobs"] | changed, f"run {copy}"
     files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
     found = shown(capsys, f"--init_from={copy}", "--attn=elastic")
-    assert found["recipe elastic"] == of_recipe | {"pos": "none", "sink": "none"}
-    assert found[f"run {copy}"]["exclude"] == "own" and found["default"]["seed"] == "1337"
-    found = shown(capsys, "--init_from=resume", f"--out_dir={copy}", "--max_iters=9")
-    assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)}
-    assert found[f"run {copy}"]["seed"] == "5"
+    assert found["recipe elastic"] == of_recipe | {"pos": "none", "first": "0"}
+    assert found[run]["window"] == "5" and found[run]["dataset"] == knobs["dataset"]
+    assert found["default"]["seed"] == "1337"
+    resumed = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=9", "--n_kv_head=0")
+    found = shown(capsys, *resumed)
+    assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)} and found[run]["seed"] == "5"
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
@@ -131,7 +132,7 @@ def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_f
         layers += [
             (attn, mixers.DEFAULTS | attention.ATTENTIONS[attn] | axes | flags, shared | own)
         ] * count
-    given = {"attn": first, "layers": "+".join(texts)}
+    given = {"layers": "+".join(texts)}
     if "tau_init" in constant and first in ("elastic", "lazy"):
         given["attn_args"] = f"tau_init={constant['tau_init']}"
     config = model_config({"n_layer": len(layers)}, given if afterwards else given | flags)
@@ -142,3 +143,8 @@ def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_f
         assert constants(layer, attention.AXES).get("tau_init") == (
             own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None
         )
+
+
+def test_a_layers_own_axis_beats_the_models_which_beats_the_layers_recipe():
+    config = GPTConfig(layers="softmax,pos=none+lazy", pos="alibi", n_layer=2)
+    assert [layer.pos for layer in config.layer_configs] == ["none", "alibi"]
