@@ -346,43 +346,6 @@ class GPTConfig(Knobs):
         return self.head_dim or self.n_embd // self.n_head
 
 
-def resolve(sources, flags):
-    """Decide the knobs of a run: {knob: value}, and {knob: the name of the source of its value}.
-
-    sources: {name: {knob: value}}, such as a preset and a stored run; flags: {knob: value}, those
-    given. The last source that names a knob wins, then comes the recipe of a given --attn, then the
-    flags. A knob that nobody names keeps its default. Raises ValueError if --attn is not the first
-    recipe of --layers."""
-    if flags.get("layers"):
-        first = attention.pattern(flags["layers"])[0][0]
-        flags = {"attn": first} | flags
-        if flags["attn"] != first:
-            raise ValueError(
-                f"--layers={flags['layers']} begins with {first}: leave out --attn={flags['attn']}"
-            )
-    knobs, origins = {}, {}
-
-    def take(source, values):
-        knobs.update(values)
-        origins.update(dict.fromkeys(values, source))
-
-    for source, values in sources.items():
-        take(source, values)
-    if "attn" in flags:
-        # A stored run has a value for every axis. The new recipe removes those that the run's own
-        # recipe has set (None: see GPTConfig), but not those that its flags have changed
-        old = attention.ATTENTIONS.get(knobs.get("attn"), {})
-        removed = dict.fromkeys(axis for axis, value in old.items() if knobs.get(axis) == value)
-        new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
-        take(f"recipe {flags['attn']}", removed | new)
-    take("flag", flags)
-    axes = "".join(f",{axis}={flags[axis]}" for axis in mixers.DEFAULTS if axis in flags)
-    if axes and knobs.get("layers"):  # they hold in all layers: the last value of an axis wins
-        layers = attention.layers_of(knobs["layers"])
-        knobs["layers"] = "+".join(layer + axes for layer in layers)
-    return knobs, origins
-
-
 MODULES = 40_000  # bytes of a block's Python objects, without its weights
 
 

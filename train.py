@@ -48,9 +48,10 @@ from common.runs import Run, as_base, made_by, read_run
 from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
-from model import GPT, GPTConfig, check_size, hidden_width, resolve
+from model import GPT, GPTConfig, check_size, hidden_width
 from training.balance import check_balance, losses
 from training.presets import PRESETS, presets_and_recipes
+from training.resolve import default_out_dir, resolve_run
 from training.weights import (
     PROJECTIONS,
     gather,
@@ -183,63 +184,6 @@ class DryRun(Knobs):
     )
     gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
-
-
-# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel
-# rounds differently. Another max_iters also moves the end of the cosine (unless --lr_decay_iters is
-# given) and of the layers' schedules
-MAY_CHANGE = (
-    "out_dir device dtype compile shard kernel max_iters eval_interval log_interval".split()
-)
-
-
-def resolve_run(flags):
-    """Decide all knobs of a run from the flags given, {name: value}. Returns {knob: value}, {knob:
-    the source that has set it}, and meta.json of the run to resume, or None."""
-    init_from = flags.get("init_from", "scratch")
-    preset = flags.get("preset", Train.preset)
-    if init_from == "resume":
-        return resolve_resumed(flags, PRESETS[preset])
-    sources = {}
-    if init_from != "scratch":  # the model and the data of another run
-        meta, checkpoint = read_run(init_from)
-        stored = meta["knobs"]
-        sources[f"run {init_from}"] = fields_of(GPTConfig, stored) | {"dataset": stored["dataset"]}
-        flags = flags | {"init_from": str(checkpoint)}
-        # public weights, and runs that began with them, have contexts too long for most machines:
-        # tune has a short one
-        if "source" in meta or stored.get("preset") == "tune":
-            preset = flags.get("preset", "tune")
-    values = {f"preset {preset}": PRESETS[preset] | {"preset": preset}}
-    sources = sources | values if preset == "tune" else values | sources
-    return *resolve(sources, flags), None
-
-
-def resolve_resumed(flags, preset):
-    """As resolve_run, for the run to resume, which flags or their preset name. Its own knobs stay,
-    but flags may repeat them, or change those in MAY_CHANGE."""
-    given, _ = resolve({"preset": preset}, flags)
-    recipe = given.get("layers") or given.get("attn", GPTConfig.attn)
-    out_dir = flags.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), recipe)
-    meta, _ = read_run(out_dir)
-    stored, changed = meta["knobs"], {"out_dir": out_dir}
-    for name in flags:
-        value = given[name]
-        if name in MAY_CHANGE:
-            changed[name] = value
-            continue
-        # 0: "decide for me", as the run did
-        decided = value == 0 and name in ("n_kv_head", "vocab_size")
-        if value != stored.get(name, value) and not decided and name != "init_from":
-            raise ValueError(
-                f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
-                f"{name}={value}: leave out the flag, or start a new run with another --out_dir"
-            )
-    return *resolve({f"run {out_dir}": stored}, changed), meta
-
-
-def default_out_dir(dataset, attn):
-    return f"out/{Path(dataset).name}-{attn.translate(str.maketrans(',=', '--', '*'))}"
 
 
 def check(knobs, config, plan):
@@ -751,7 +695,7 @@ def main(argv):
     try:
         # validate all flags before the GPU is used or anything is written
         plan = DryRun(**given_flags(args, DryRun))
-        values, sources, stored = resolve_run(given_flags(args, Train, GPTConfig))
+        values, sources, stored = resolve_run(given_flags(args, Train, GPTConfig), Train)
         knobs = Train(**fields_of(Train, values))
         vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})

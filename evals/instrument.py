@@ -54,7 +54,8 @@ from common.runs import (
 )
 from data import tokens
 from evals.measures import NAMES, printed
-from model import GPT, GPTConfig, resolve
+from model import GPT, GPTConfig
+from training.resolve import resolve
 
 
 @dataclass

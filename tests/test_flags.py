@@ -15,13 +15,15 @@ from common import files
 from common.flags import Parser, add_flags, given_flags
 from evals.instrument import model_config
 from model import GPTConfig
+from training.resolve import resolve_run
 
 
 def settled(*argv):
     """The knobs that train.py finds for these flags."""
     groups, parser = (train_script.Train, GPTConfig), Parser()
     add_flags(parser, *groups)
-    return train_script.resolve_run(given_flags(parser.parse_args(argv), *groups))[0]
+    given_here = given_flags(parser.parse_args(argv), *groups)
+    return resolve_run(given_here, train_script.Train)[0]
 
 
 def shown(capsys, *argv):
