@@ -323,8 +323,9 @@ class GPTConfig(Knobs):
         if not self.layers:
             return [self]
         first = mixers.DEFAULTS | self.recipe
-        changed = {axis: getattr(self, axis) for axis in mixers.DEFAULTS}
-        changed = {axis: value for axis, value in changed.items() if value != first[axis]}
+        changed = {
+            axis: value for axis in mixers.DEFAULTS if (value := getattr(self, axis)) != first[axis]
+        }
         configs = []
         for attn, own in attention.pattern(self.layers):
             axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}

@@ -425,36 +425,32 @@ class Training:
                 optimizer.zero_grad(set_to_none=True)  # frees memory for the next forward pass
                 progress.update()
 
-                # Only rows of the log read numbers from the device, so that a GPU need not wait for
-                # Python in other steps. All ranks share them, and the wish to stop, so they stop
-                # after the same step
+                # Only steps with a row of the log read numbers from the device: in all others a GPU
+                # need not wait for Python
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
-                if evaluate or step % knobs.log_interval == 0:
-                    if hasattr(norm, "full_tensor"):  # each rank has a part
-                        norm = norm.full_tensor()
-                    numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
-                    train_loss, balance, norm, stop = (total / machine.world for total in numbers)
-                    finite = math.isfinite(norm) or scaler.is_enabled()
-                    if not (math.isfinite(train_loss) and finite):
-                        raise self.run.diverged(
-                            f"the loss is {train_loss} and the gradient norm {norm} at step {step}"
-                        )
-                    row = {
-                        "step": step,
-                        "train_loss": train_loss,
-                        "lr": lr,
-                        "grad_norm": norm,
-                        "balance": balance,
-                    } | progress.speed(step)
-                    progress.show(row)
-                    self.evaluate_and_save(row, evaluate, stop)
-                    progress.measure_from(step)  # without the time of the evaluation
-                    if stop:
-                        return step if step < knobs.max_iters else None
+                if not evaluate and step % knobs.log_interval:
+                    continue
+                if hasattr(norm, "full_tensor"):  # each rank has a part
+                    norm = norm.full_tensor()
+                # all ranks share the wish to stop as well, so they stop after the same step
+                numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
+                train_loss, balance, norm, stop = (total / machine.world for total in numbers)
+                finite = math.isfinite(norm) or scaler.is_enabled()
+                if not (math.isfinite(train_loss) and finite):
+                    raise self.run.diverged(
+                        f"the loss is {train_loss} and the gradient norm {norm} at step {step}"
+                    )
+                row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm}
+                row |= {"balance": balance} | progress.speed(step)
+                progress.show(row)
+                self.evaluate_and_save(row, evaluate, stop)
+                progress.measure_from(step)  # without the time of the evaluation
+                if stop:
+                    return step if step < knobs.max_iters else None
 
     def accumulate_gradients(self, step):
-        """Run a step's micro-batches forward and backward. Returns the means of the model's loss
-        and of the losses that are added to it, a tensor (2,)."""
+        """Run this rank's micro-batches of a step forward and backward. Returns a tensor (2,): the
+        model's mean loss, and that of the losses that are added to it."""
         knobs, machine, running = self.knobs, self.machine, self.running
         micro_batches = self.batches(step)
         sums = torch.zeros(2, device=machine.device)

@@ -6,7 +6,7 @@ import attention
 from common.flags import shown
 
 # what several presets share
-FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304, "eval_interval": 250, "eval_iters": 20}
+FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304}
 GPT2 = FINEWEB | {
     "n_layer": 12,
     "n_head": 12,
