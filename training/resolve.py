@@ -1,4 +1,4 @@
-"""Which value of a knob wins: that of a flag, a recipe, a stored run, a preset, or else the default.
+"""Which value of a knob wins: that of a flag, recipe, stored run, or preset, or else the default.
 
 train.py and the instruments resolve all knobs here, before a dataclass checks any of them."""
 
@@ -81,8 +81,8 @@ MAY_CHANGE = (
 
 
 def resolve_resumed(flags, preset, Train):
-    """The same for a run to resume, whose folder is given or follows from the other flags. Flags may
-    repeat its knobs, or change those in MAY_CHANGE."""
+    """The same for a run to resume, whose folder is given or follows from the other flags. Flags
+    may repeat its knobs, or change those in MAY_CHANGE."""
     given, _ = resolve({"preset": preset}, flags)
     recipe = given.get("layers") or given.get("attn", GPTConfig.attn)
     out_dir = flags.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), recipe)
