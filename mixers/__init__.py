@@ -87,7 +87,7 @@ def check_axes(config):
 
 
 # what the values of an axis must have in common for layers of one model (--layers)
-SHARED = {
+SHARED_BY_LAYERS = {
     "pos": lambda row: row.embeds,  # the embedding of positions
     "sink": lambda row: row.ahead,  # the number of sink tokens
     "diff": lambda row: row.heads(2, 2, 1)[2],  # the number of heads
@@ -102,7 +102,7 @@ def check_layers(config):
             f"--layers={config.layers} names {len(layers)} layers, and n_layer={config.n_layer}: "
             "raise it"
         )
-    for axis, part in SHARED.items():
+    for axis, part in SHARED_BY_LAYERS.items():
         value, rows = getattr(config, axis), AXES[axis]
         alike = [name for name, row in rows.items() if part(row) == part(rows[value])]
         values = dict.fromkeys(getattr(layer, axis) for layer in layers)
