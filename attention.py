@@ -33,7 +33,6 @@ from axes import options, rows
 from axes.base import Choice, Constant, split_heads
 from axes.layer import Layer, triton_obstacles
 from axes.positions import Distance, rotate
-from common.flags import layers_of
 from kernels import (
     BINARY,
     LN2,
@@ -807,8 +806,14 @@ def recipe(name):
     return ATTENTIONS[name]
 
 
+def layers_of(text):
+    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not
+    end a part."""
+    return re.split(r"\+(?!bias\b)", text)
+
+
 def pattern(text):
-    """The layers that --layers repeats, [(recipe, {axis or constant: text})]:
+    """The layers that --layers repeats, [(recipe, {axis or constant: its text or whole number})]:
     "kda*3+softmax,pos=none" names four. Raises ValueError on an unknown recipe."""
     found = []
     for part in layers_of(text):
@@ -818,9 +823,9 @@ def pattern(text):
                 f"--layers={text}: {part!r} must be RECIPE, RECIPE*N or RECIPE*N,axis=value; "
                 f"recipes are {', '.join(ATTENTIONS)}"
             )
-        found += [(words[1], dict(pair.split("=") for pair in words[3].split(",")[1:]))] * int(
-            words[2] or 1
-        )
+        own = dict(pair.split("=") for pair in words[3].split(",")[1:])
+        own = {name: int(value) if value.isdecimal() else value for name, value in own.items()}
+        found += [(words[1], own)] * int(words[2] or 1)
     return found
 
 

@@ -37,9 +37,9 @@ from evals import (
     theory,
 )
 from evals.instrument import (
+    OVERRIDES,
     Common,
     OpenedRun,
-    Overrides,
     Picture,
     new_parameters,
     overrides_of,
@@ -47,6 +47,7 @@ from evals.instrument import (
     runs_named,
     side_by_side,
 )
+from model import GPTConfig
 
 
 class Command(NamedTuple):
@@ -96,8 +97,10 @@ def main(argv):
     of_a_run = name in OF_A_RUN
     parser = Parser(prog=f"eval.py {name}", description=one_line(command.run.__doc__))
     shared = [Picture] if command.draw else []
-    shared += [Common, Overrides] if of_a_run else []
+    shared += [Common] if of_a_run else []
     add_flags(parser, command.flags, *shared)
+    if of_a_run:
+        add_flags(parser, GPTConfig, only=OVERRIDES)
     parsed = parser.parse_args(argv[1:])
     if of_a_run and not parsed.out_dir:
         parser.error("which run? give --out_dir=out/...")
@@ -138,7 +141,8 @@ def run_on_each(command, args, parsed):
     """Run an instrument on each run in turn, so that memory holds only one model. Returns {run:
     numbers} and the text; None on all ranks but one."""
     places = runs_named(parsed.out_dir)
-    overrides = given_flags(parsed, Overrides)
+    overrides = {name: getattr(parsed, name) for name in ("attn", *OVERRIDES)}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
     recipes = recipe_names(overrides["attn"]) if "attn" in overrides else []
     variants = [overrides]
     named = len(recipes) > 1

@@ -8,7 +8,6 @@ A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.
 Shapes: B batch, T tokens, C = n_embd, V = vocab_size.
 """
 
-import copy
 import math
 import zlib
 from dataclasses import dataclass, replace
@@ -109,8 +108,8 @@ class Block(nn.Module):
 
 
 def axis(name, meaning):
-    """A field of GPTConfig for one axis. None: the recipe's value or, if it has none, the axis'
-    default."""
+    """A field of GPTConfig for one axis. Its default None becomes the recipe's value or, if it has
+    none, the axis' default."""
     least = mixers.NUMBERS[name].default if name in mixers.NUMBERS else None
     return knob(None, meaning, mixers.AXES.get(name), least)
 
@@ -120,6 +119,7 @@ class GPTConfig(Knobs):
     """Sizes and choices of one model. The recipe `attn` fills in the axes (see axes/base.py) that
     are None.
 
+    With `layers`, one model has layers of several recipes: `layer_configs` has a config for each.
     Raises ValueError if no model can be built from them."""
 
     # sizes
@@ -154,8 +154,8 @@ class GPTConfig(Knobs):
     )
     norm_place: str = knob(
         "pre",
-        "norms before each branch (pre), on what each branch adds (out), or on the stream after each branch "
-        "(post, which needs a learning-rate warm-up)",
+        "norms before each branch (pre), on what each branch adds (out), or on the stream after "
+        "each branch (post, which needs a learning-rate warm-up)",
         ("pre", "out", "post"),
     )
     norm_eps: float = knob(1e-5, "epsilon of the norms", least=1e-12, below=1)
@@ -183,22 +183,25 @@ class GPTConfig(Knobs):
     )
     layers: str = knob(
         "",
-        "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps with "
-        "axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes this axis in all layers",
+        "in place of --attn, a pattern of recipes that repeats through the depth, each perhaps "
+        "with axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes "
+        "this axis in all layers",
     )
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto",
-        "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; the block loop "
-        "while decoding), sdpa (torch's fused softmax); auto: the fastest that can compute the recipe here",
+        "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; "
+        "the block loop while decoding), sdpa (torch's fused softmax); auto: the fastest that can "
+        "compute the recipe here",
         ("auto", "torch", "triton", "sdpa"),
     )
     # the axes
     mixer: str | None = axis(
         "mixer",
-        "layer that mixes tokens: attention; focus: distant pairs need a common group; "
-        "routing: all pairs need a common cluster; recurrent: every token changes and reads a state; performer: "
-        "a state that approximates softmax; selection: each query selects a few keys of a model trained with softmax",
+        "layer that mixes tokens: attention; focus: distant pairs need a common group; routing: "
+        "all pairs need a common cluster; recurrent: every token changes and reads a state; "
+        "performer: a state that approximates softmax; selection: each query selects a few keys "
+        "of a model trained with softmax",
     )
     rule: str | None = axis(
         "rule", "how scores become attention weights; for a state: how a token changes it"
@@ -226,9 +229,9 @@ class GPTConfig(Knobs):
     )
     pos: str | None = axis(
         "pos",
-        "positions: rotary; none; an embedding of each position, fixed or learned; or a "
-        "bias on the score: a slope (alibi), T5's learned buckets, the bucket numbers themselves (a negative "
-        "control), or a learned bias per head and distance, also with rotary",
+        "positions: rotary; none; an embedding of each position, fixed or learned; or a bias on "
+        "the score: a slope (alibi), T5's learned buckets, the bucket numbers themselves (a "
+        "negative control), or a learned bias per head and distance, also with rotary",
     )
     qk_norm: str | None = axis(
         "qk_norm",
@@ -286,64 +289,54 @@ class GPTConfig(Knobs):
     def __post_init__(self):
         if self.layers:
             self.attn = attention.pattern(self.layers)[0][0]
-        unknown = self.recipe.keys() - {*mixers.DEFAULTS, "args"}
-        if unknown:
+        recipe = attention.recipe(self.attn)
+        if unknown := recipe.keys() - {*mixers.DEFAULTS, "args"}:
             raise ValueError(f"recipe {self.attn} has no such axis: {unknown.pop()}")
-        # a flag beats the recipe, and the recipe beats the default. Presets were applied before:
-        # see common/flags.py
-        for name, default in mixers.DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, self.recipe.get(name, default))
+        for axis, default in mixers.DEFAULTS.items():
+            if getattr(self, axis) is None:
+                setattr(self, axis, recipe.get(axis, default))
         self.n_kv_head = self.n_kv_head or self.n_head
-        # then check each value by itself, the numbers that belong together, and the axes
-        super().__post_init__()
-        divisible = self.n_embd % self.n_head == 0
-        for name, valid, message in (
-            ("n_embd", divisible or self.head_dim, f"is not divisible by n_head={self.n_head}"),
-            (
-                "n_head",
-                self.n_head % self.n_kv_head == 0,
-                f"is not divisible by n_kv_head={self.n_kv_head}",
-            ),
-            (
-                "bias_of",
-                self.bias_of == "all" or self.bias or self.qkv_bias,
-                "needs biases: add --qkv_bias=1",
-            ),
-            (
-                "rope_scaling",
-                not parse_rope_scaling(self.rope_scaling)[0] or POSITIONS[self.pos].rotates,
-                f"needs rotary positions, which --pos={self.pos} does not have: leave it empty, or use --pos=rope",
-            ),
-        ):
-            if not valid:
-                raise ValueError(f"{name}={getattr(self, name)} {message}")
+
+        super().__post_init__()  # checks each value alone
+        if self.n_embd % self.n_head and not self.head_dim:
+            raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
+        if self.bias_of != "all" and not (self.bias or self.qkv_bias):
+            raise ValueError(f"bias_of={self.bias_of} needs biases: add --qkv_bias=1")
+        if self.rope_scaling:
+            parse_rope_scaling(self.rope_scaling)  # raises if it is malformed
+            if not POSITIONS[self.pos].rotates:
+                raise ValueError(
+                    f"rope_scaling={self.rope_scaling} needs rotary positions, which "
+                    f"--pos={self.pos} does not have: leave it empty, or use --pos=rope"
+                )
         mixers.check_axes(self)
+        if self.layers:
+            mixers.check_layers(self)
 
     @property
-    def kinds(self):
-        """The configs of the layers that --layers repeats, each with the axes of its recipe, except
-        those that differ from the first recipe's, which a preset or a flag has changed for all
-        layers. A layer's own axes beat both: common/flags.py has already written those of flags
-        into each layer. Without --layers: [self]."""
-        first, found = mixers.DEFAULTS | self.recipe, []
+    def layer_configs(self):
+        """The configs of the layers that --layers repeats; without --layers, this one alone.
+
+        A layer has the axes of its recipe. Two things override them: axes of this config that
+        differ from the first recipe's, since a preset or a flag has changed them in all layers;
+        and the layer's own axes, into which `resolve` has written those of flags."""
+        if not self.layers:
+            return [self]
+        first = mixers.DEFAULTS | self.recipe
         changed = {
-            axis: getattr(self, axis)
-            for axis in first
-            if axis != "args" and getattr(self, axis) != first[axis]
+            axis: value for axis in mixers.DEFAULTS if (value := getattr(self, axis)) != first[axis]
         }
-        for attn, own in attention.pattern(self.layers) if self.layers else ():
+        configs = []
+        for attn, own in attention.pattern(self.layers):
             axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}
-            axes |= {
-                axis: int(axes[axis]) for axis in mixers.NUMBERS if str(axes[axis]).isdecimal()
-            }
-            args = [self.attn_args] * (attn == self.attn) + [
-                f"{n}={own[n]}" for n in own if n not in axes
-            ]
-            found.append(
-                replace(self, layers="", attn=attn, attn_args=",".join(filter(None, args)), **axes)
-            )
-        return found or [self]
+            constants = [f"{name}={value}" for name, value in own.items() if name not in axes]
+            if attn == self.attn and self.attn_args:
+                constants.insert(0, self.attn_args)
+            args = ",".join(constants)
+            configs.append(replace(self, layers="", attn=attn, attn_args=args, **axes))
+        return configs
 
     @property
     def recipe(self):
@@ -368,7 +361,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, seed=1337):
         super().__init__()
-        self.config, kinds = config, config.kinds
+        self.config, layer_configs = config, config.layer_configs
         self.sink_tokens = SINKS[config.sink].tokens  # before each sequence: 0 or 1
         embeddings = {"wte": nn.Embedding(config.vocab_size, config.n_embd)}  # of token ids
         if config.embed_norm:
@@ -376,7 +369,9 @@ class GPT(nn.Module):
         if places := POSITIONS[config.pos].embeds:
             # of absolute positions
             embeddings["wpe"] = places(self.sink_tokens + config.block_size, config.n_embd)
-        blocks = [Block(kinds[layer % len(kinds)], layer) for layer in range(config.n_layer)]
+        blocks = []
+        for layer in range(config.n_layer):
+            blocks.append(Block(layer_configs[layer % len(layer_configs)], layer))
         # GPT-2's names, which every checkpoint contains
         self.transformer = nn.ModuleDict(
             {
@@ -660,8 +655,7 @@ def generator_of(seed, name):
 def check_size(config, copies):
     """Raise ValueError if this machine's memory cannot hold `copies` of a model's weights in
     float32. It counts a model of one block, or of one period of --layers, on the meta device."""
-    one = copy.copy(config)
-    one.n_layer = len(config.kinds)
+    one = replace(config, n_layer=len(config.layer_configs))
     with torch.device("meta"):
         model = GPT(one)
     block = sum(p.numel() for p in model.transformer.h.parameters()) // one.n_layer  # a mean

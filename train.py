@@ -6,8 +6,8 @@
     python train.py --preset=paper1-760m --dry_run  only print what it needs: memory, FLOPs, hours
 
 Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of
---init_from, preset (--preset), default. One exception: the preset tune beats the run of
---init_from.
+--init_from, preset (--preset), default. The preset tune, which adapts a run, comes before that
+run. --show_config prints each value and where it comes from.
 
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob,
 versions, losses) and log.csv; common/runs.py describes them, and adapters (--train_only=PART).
@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import mixers
 from common import files
-from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob
+from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob, shown
 from common.machine import PEAK_TFLOPS, Machine, check_memory
 from common.runs import Run, as_base, made_by, read_run
 from data import tokens
@@ -50,7 +50,8 @@ from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size, hidden_width
 from training.balance import check_balance, losses
-from training.presets import PRESETS, default_out_dir, presets_and_recipes, settle_knobs
+from training.presets import PRESETS, presets_and_recipes
+from training.resolve import default_out_dir, resolve_run
 from training.weights import (
     PROJECTIONS,
     gather,
@@ -170,29 +171,36 @@ class Train(Knobs):
         False, "on several ranks, split weights, gradients and optimizer state over them"
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.train_only != "all" and self.init_from == "scratch":
-            raise ValueError(
-                f"--train_only={self.train_only} trains only a part of the model, so "
-                "the rest must come from a run: name it with --init_from"
-            )
-
 
 @dataclass
 class DryRun(Knobs):
-    """Flags of a dry run"""
+    """Flags that print something and train nothing"""
 
+    show_config: bool = knob(
+        False, "print the value of each knob and where it comes from, and stop"
+    )
     dry_run: bool = knob(
         False, "print what the run would need, and stop: parameters, tokens, memory, FLOPs, hours"
     )
     gpu: str = knob("H100", "GPU whose hours a dry run prints", tuple(PEAK_TFLOPS))
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.mfu <= 1:
-            raise ValueError(f"--mfu={self.mfu} must lie in (0, 1]")
+
+def check(knobs, config, plan):
+    """Raise ValueError if knobs do not fit together. plan: a DryRun."""
+    if not 0 < plan.mfu <= 1:
+        raise ValueError(f"--mfu={plan.mfu} must lie in (0, 1]")
+    if knobs.train_only != "all" and knobs.init_from == "scratch":
+        raise ValueError(
+            f"--train_only={knobs.train_only} trains only a part of the model, so the rest must "
+            "come from a run: name it with --init_from"
+        )
+    check_balance(knobs, config)
+    for layer in config.layer_configs:
+        if reason := mixers.MIXERS[layer.mixer].cannot_learn(layer):
+            raise ValueError(reason)
+        if knobs.docs:
+            mixers.check_packs(layer)
 
 
 # ------------------------------------------------------------------------------------------ batches
@@ -279,14 +287,21 @@ def learning_rate(step, knobs):
 
 class Training:
     """One training run: all that its loop needs, from the data to the optimizer. Making it writes
-    nothing to disk, so a wrong flag destroys no earlier run; `begin` does.
+    nothing to disk, so a wrong flag destroys no earlier run; `begin` does."""
 
-    run: the Run of its output folder. folder, data: the data set's folder and its meta.json.
-    stored: meta.json of the run to resume, or None. flags: the command line as given."""
-
-    def __init__(self, run, knobs, config, machine, folder, data, stored, flags):
-        self.knobs, self.config, self.machine, self.folder = knobs, config, machine, folder
-        self.run = run
+    def __init__(
+        self,
+        run,  # the Run of its output folder
+        knobs,
+        config,
+        machine,
+        folder,  # of the data set
+        data,  # its meta.json
+        stored,  # meta.json of the run to resume, or None
+        flags,  # the command line as given
+    ):
+        self.run, self.knobs, self.config = run, knobs, config
+        self.machine, self.folder = machine, folder
         if stored and stored.get("data_hash") != tokens.data_hash(data):
             raise ValueError(
                 f"the data set {knobs.dataset} has changed since "
@@ -386,10 +401,10 @@ class Training:
 
     def train(self):
         """Train to the last step. Returns the step at which a signal stopped it, or None."""
-        knobs, machine, batches = self.knobs, self.machine, self.batches
-        model, running, optimizer, scaler = self.model, self.running, self.optimizer, self.scaler
+        knobs, machine = self.knobs, self.machine
+        model, optimizer, scaler = self.model, self.optimizer, self.scaler
         first = self.run.saved or 0  # steps that an earlier part of this run has done
-        progress = Progress(knobs, model, machine, batches.total, first)
+        progress = Progress(knobs, model, machine, self.batches.total, first)
         with StopSignal() as signals, progress:
             for step in range(first + 1, knobs.max_iters + 1):
                 lr = learning_rate(step, knobs)
@@ -397,23 +412,7 @@ class Training:
                     group["lr"] = lr * group["lr_scale"]  # the group's own factor
                 model.set_progress(step / knobs.max_iters)  # for layers with a schedule
 
-                # each micro-batch is weighted by its share of the sequences, so gradients add up to
-                # that of one batch
-                micro_batches = batches(step)
-                sums = torch.zeros(2, device=machine.device)  # of both losses
-                for micro, (x, y, *starts) in enumerate(micro_batches):
-                    if self.config.dropout:  # seeded by these numbers: no state to be stored
-                        seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
-                        torch.manual_seed(seeds.generate_state(1)[0].item())
-                    # data-parallel ranks average their gradients once, after the last micro-batch
-                    if isinstance(running, DistributedDataParallel):
-                        running.require_backward_grad_sync = micro == len(micro_batches) - 1
-                    with machine.autocast():  # products in 16 bits if fast, sums in float32
-                        loss, balance = losses(running, x, y, knobs, machine, *starts)
-                        balance = balance + model.penalty()
-                    share = len(x) * machine.world / batches.total
-                    scaler.scale((loss + balance) * share).backward()
-                    sums += torch.stack([loss.detach(), balance.detach()]) * share
+                sums = self.accumulate_gradients(step)  # (2,), of both losses
 
                 # clip the gradient, to limit the effect of one unusual batch. If float16 overflows,
                 # the scaler skips the step and lowers its scale
@@ -426,32 +425,50 @@ class Training:
                 optimizer.zero_grad(set_to_none=True)  # frees memory for the next forward pass
                 progress.update()
 
-                # Only rows of the log read numbers from the device, so that a GPU need not wait for
-                # Python in other steps. All ranks share them, and the wish to stop, so they stop
-                # after the same step
+                # Only steps with a row of the log read numbers from the device: in all others a GPU
+                # need not wait for Python
                 evaluate = step % knobs.eval_interval == 0 or step == knobs.max_iters
-                if evaluate or step % knobs.log_interval == 0:
-                    if hasattr(norm, "full_tensor"):  # each rank has a part
-                        norm = norm.full_tensor()
-                    numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
-                    train_loss, balance, norm, stop = (total / machine.world for total in numbers)
-                    finite = math.isfinite(norm) or scaler.is_enabled()
-                    if not (math.isfinite(train_loss) and finite):
-                        raise self.run.diverged(
-                            f"the loss is {train_loss} and the gradient norm {norm} at step {step}"
-                        )
-                    row = {
-                        "step": step,
-                        "train_loss": train_loss,
-                        "lr": lr,
-                        "grad_norm": norm,
-                        "balance": balance,
-                    } | progress.speed(step)
-                    progress.show(row)
-                    self.evaluate_and_save(row, evaluate, stop)
-                    progress.measure_from(step)  # without the time of the evaluation
-                    if stop:
-                        return step if step < knobs.max_iters else None
+                if not evaluate and step % knobs.log_interval:
+                    continue
+                if hasattr(norm, "full_tensor"):  # each rank has a part
+                    norm = norm.full_tensor()
+                # all ranks share the wish to stop as well, so they stop after the same step
+                numbers = machine.sum(*sums.tolist(), norm.item(), signals.asked is not None)
+                train_loss, balance, norm, stop = (total / machine.world for total in numbers)
+                finite = math.isfinite(norm) or scaler.is_enabled()
+                if not (math.isfinite(train_loss) and finite):
+                    raise self.run.diverged(
+                        f"the loss is {train_loss} and the gradient norm {norm} at step {step}"
+                    )
+                row = {"step": step, "train_loss": train_loss, "lr": lr, "grad_norm": norm}
+                row |= {"balance": balance} | progress.speed(step)
+                progress.show(row)
+                self.evaluate_and_save(row, evaluate, stop)
+                progress.measure_from(step)  # without the time of the evaluation
+                if stop:
+                    return step if step < knobs.max_iters else None
+
+    def accumulate_gradients(self, step):
+        """Run this rank's micro-batches of a step forward and backward. Returns a tensor (2,): the
+        model's mean loss, and that of the losses that are added to it."""
+        knobs, machine, running = self.knobs, self.machine, self.running
+        micro_batches = self.batches(step)
+        sums = torch.zeros(2, device=machine.device)
+        for micro, (x, y, *starts) in enumerate(micro_batches):
+            if self.config.dropout:  # seeded by these numbers: no state to be stored
+                seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
+                torch.manual_seed(seeds.generate_state(1)[0].item())
+            # data-parallel ranks average their gradients once, after the last micro-batch
+            if isinstance(running, DistributedDataParallel):
+                running.require_backward_grad_sync = micro == len(micro_batches) - 1
+            with machine.autocast():  # products in 16 bits if fast, sums in float32
+                loss, balance = losses(running, x, y, knobs, machine, *starts)
+                balance = balance + self.model.penalty()
+            # weighted by the share of the sequences, gradients add up to that of one batch
+            share = len(x) * machine.world / self.batches.total
+            self.scaler.scale((loss + balance) * share).backward()
+            sums += torch.stack([loss.detach(), balance.detach()]) * share
+        return sums
 
     def evaluate_and_save(self, row, evaluate, stop):
         """Evaluate on the same windows as always, if that is due, then write a row of the log and a
@@ -639,13 +656,14 @@ def dry_run(knobs, config, plan):
     hours = flops / (1e12 * tflops * plan.mfu) / 3600
     return "\n".join(
         [
-            f"model: {model.num_params() / 1e6:.2f}M parameters, --attn={config.layers or config.attn}",
+            f"model: {model.num_params() / 1e6:.2f}M parameters, "
+            f"--attn={config.layers or config.attn}",
             f"tokens: {a_step:,} a step, {knobs.max_iters:,} steps, {total:,} in all",
             f"memory of one process, {knobs.batch_size} sequences at a time with fused attention, "
             "about:",
             *(f"  {name:11} {size / 1e9:10,.3f} GB" for name, size in memory.items()),
-            f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, besides a "
-            "block or two",
+            f"  with --shard=1 the first three take {split / 1e9:,.3f} GB on each of 8 GPUs, "
+            "besides a block or two",
             f"FLOPs: {model.flops_per_token():.3g} a token, {flops:.3g} in all",
             f"hours on {plan.gpu} ({tflops} TFLOP/s in 16 bits) at an MFU of {plan.mfu:.0%}: "
             f"{hours:.3g} on 1 GPU, {hours / 8:.3g} on 8 GPUs",
@@ -657,30 +675,10 @@ def dry_run(knobs, config, plan):
 
 # what -h shows
 USUAL = (
-    "preset",
-    "dataset",
-    "out_dir",
-    "init_from",
-    "max_iters",
-    "batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "eval_interval",
-    "seed",
-    "device",
-    "dtype",
-    "compile",
-    "dry_run",
-    "block_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "dropout",
-    "attn",
-    "kernel",
-    "pos",
-    "window",
-)
+    "preset dataset out_dir init_from max_iters batch_size gradient_accumulation_steps "
+    "learning_rate eval_interval seed device dtype compile show_config dry_run block_size n_layer "
+    "n_head n_embd dropout attn kernel pos window"
+).split()
 
 
 def main(argv):
@@ -692,17 +690,12 @@ def main(argv):
     args = parser.parse_args(argv)
     try:
         # validate all flags before the GPU is used or anything is written
-        settled, stored = settle_knobs(args, Train)
         plan = DryRun(**given_flags(args, DryRun))
-        knobs = Train(**fields_of(Train, settled))
-        vocab_size = settled.get("vocab_size", 0)  # 0: take it from the data set, below
-        config = GPTConfig(**fields_of(GPTConfig, settled) | {"vocab_size": vocab_size or 1})
-        check_balance(knobs, config)
-        for kind in config.kinds:
-            if reason := mixers.MIXERS[kind.mixer].cannot_learn(kind):
-                raise ValueError(reason)
-            if knobs.docs:
-                mixers.check_packs(kind)
+        values, sources, stored = resolve_run(given_flags(args, Train, GPTConfig), Train)
+        knobs = Train(**fields_of(Train, values))
+        vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
+        config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})
+        check(knobs, config, plan)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
         before = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
         if stored:
@@ -715,6 +708,11 @@ def main(argv):
             )
     except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))
+    if plan.show_config:
+        values = dataclasses.asdict(knobs) | dataclasses.asdict(config)
+        for name, value in (values | {"vocab_size": vocab_size}).items():
+            print(f"{f'--{name}={shown(value)}':40} {sources.get(name, 'default')}")
+        return
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
         if plan.dry_run:  # needs data only to learn the size of the vocabulary

@@ -1,20 +1,15 @@
-"""Flags made from dataclasses, and their precedence.
+"""Flags made from dataclasses. training/resolve.py decides which value of a knob wins.
 
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4
 both work, -h lists every knob with its meaning, and a wrong flag or value ends with one line that
 names the valid ones.
-
-Precedence: a flag overrides the recipe (--attn), which overrides the preset or stored run, which
-overrides the default.
 """
 
 import argparse
 import dataclasses
 import difflib
 import inspect
-import re
 from functools import partial
-from typing import get_type_hints
 
 from common import files
 
@@ -40,59 +35,60 @@ class Knobs:
     ones, or if a number has another type than its knob."""
 
     def __post_init__(self):
-        types = get_type_hints(type(self))
         for field in dataclasses.fields(self):
-            name, value, kind = field.name, getattr(self, field.name), types[field.name]
-            choices, least, below = (field.metadata[part] for part in ("choices", "least", "below"))
+            flag, value = f"--{field.name}", getattr(self, field.name)
+            choices = field.metadata["choices"]
             if choices and value not in choices:
                 raise ValueError(
-                    f"--{name}={value} is not among {', '.join(choices)}{nearest(value, choices)}"
+                    f"{flag}={value} is not among {', '.join(choices)}{nearest(value, choices)}"
                 )
-            if kind not in (int, float, int | None):
+            if field.type not in (int, float, int | None):
                 continue
-            if isinstance(value, bool) or not isinstance(value, kind | int):
-                raise ValueError(
-                    f"--{name}={value!r} must be a {'whole ' * (kind is not float)}number"
-                )
-            if kind is not float:
-                least, below = least or 0, below or 1 << 31
+            whole = field.type is not float
+            if isinstance(value, bool) or not isinstance(value, field.type | int):
+                raise ValueError(f"{flag}={value!r} must be a {'whole ' * whole}number")
+            least, below = field.metadata["least"], field.metadata["below"]
+            if whole and not value < 1 << 31:
+                raise ValueError(f"{flag}={value} must be below 2**31")
+            if whole and least is None:
+                least = 0
             if least is not None and not value >= least:
-                raise ValueError(f"--{name}={value} must be at least {least}")
+                raise ValueError(f"{flag}={value} must be at least {least}")
             if below is not None and not value < below:
-                raise ValueError(
-                    f"--{name}={value} must be below {'2**31' if below == 1 << 31 else below}"
-                )
+                raise ValueError(f"{flag}={value} must be below {below}")
 
 
-def add_flags(parser, *groups, preset=None):
+def add_flags(parser, *groups, preset=None, only=None):
     """Add a flag for every knob of these dataclasses. A flag that is not given is None, so that
     presets and recipes can decide. preset: {name: value} that replace defaults in the help, since a
-    call without flags uses them."""
+    call without flags uses them. only: the names of the knobs to add; None: all."""
     for group in groups:
-        # one sentence
-        section = parser.add_argument_group((inspect.getdoc(group) or "").split(". ")[0])
-        types = get_type_hints(group)
+        title = (inspect.getdoc(group) or "").split(". ")[0]
+        section = parser.add_argument_group(title)
         for field in dataclasses.fields(group):
-            # an axis has None by default: it lets the recipe decide
-            kind = {int | None: int, str | None: str}.get(types[field.name], types[field.name])
-            reads = {"type": kind}
+            if only and field.name not in only:
+                continue
+            # the default of an axis is None: the recipe decides
+            kind = {int | None: int, str | None: str}.get(field.type, field.type)
+            reads = {"type": kind, "metavar": METAVARS.get(kind, "S")}
             if kind is bool:
-                reads = {"type": as_bool, "nargs": "?", "const": True}
-            name, metavar = f"--{field.name}", {int: "N", float: "X", bool: "0|1"}.get(kind, "S")
+                reads |= {"type": as_bool, "nargs": "?", "const": True}
+            name = f"--{field.name}"
             if field.metadata["positional"]:
-                # optional, with a default
-                name, metavar, reads = field.name, field.name, {"nargs": "?"}
-            # for argparse
-            choices, meaning = field.metadata["choices"], field.metadata["help"].replace("%", "%%")
+                name, reads = field.name, {"nargs": "?", "metavar": field.name}
+            meaning = field.metadata["help"].replace("%", "%%")  # for argparse
+            choices = field.metadata["choices"]
             if choices and len(choices) <= 8:
-                metavar = None  # argparse lists them
+                reads["metavar"] = None  # argparse lists them
             elif choices:
                 meaning += f"; one of {', '.join(filter(None, choices))}"
             default = (preset or {}).get(field.name, field.default)
-            meaning += "" if default in (None, "") else f" ({shown(default)})"
-            section.add_argument(
-                name, default=None, **reads, choices=choices, metavar=metavar, help=meaning
-            )
+            if default not in (None, ""):
+                meaning += f" ({shown(default)})"
+            section.add_argument(name, default=None, **reads, choices=choices, help=meaning)
+
+
+METAVARS = {int: "N", float: "X", bool: "0|1"}  # a value in -h, by the type of its knob
 
 
 def shown(value):
@@ -175,7 +171,7 @@ def given_flags(args, *groups):
 def fields_of(group, values):
     """The entries of a dict that are fields of a dataclass. Raises ValueError if one has another
     type than its field, as in a damaged meta.json."""
-    types = get_type_hints(group)
+    types = {field.name: field.type for field in dataclasses.fields(group)}
     found = {name: value for name, value in values.items() if name in types}
     for name, value in found.items():
         if not isinstance(value, types[name] | int if types[name] is float else types[name]):
@@ -185,41 +181,3 @@ def fields_of(group, values):
                 "meta.json, or train it again"
             )
     return found
-
-
-def with_recipe(base, given, recipes, axes):
-    """All knobs: `given` flags override the recipe {axis: value} of a given --attn, which overrides
-    `base`, a preset or the knobs of a stored run. axes: their names.
-
-    A stored run has a value for every axis. If --attn is given, the axis values of its old recipe,
-    all --attn_args and --layers are dropped. Axis values that the user had chosen in addition are
-    kept. A given axis is written into each layer of --layers."""
-    if "attn" in given:
-        before = recipes.get(base.get("attn"), {}) | {"layers": base.get("layers")}
-        of_recipe = {*axes, "layers"}
-        base = {
-            n: value for n, value in base.items() if n not in of_recipe or before.get(n) != value
-        }
-        base |= {"attn_args": ""} | recipes[given["attn"]]
-    knobs = base | given
-    if knobs.get("layers"):
-        given_axes = {name: given[name] for name in axes if name in given}
-        knobs["layers"] = in_all_layers(knobs["layers"], given_axes)
-    return knobs
-
-
-def layers_of(text):
-    """The parts of --layers: "kda*3+softmax,pos=none" has two. The plus of pos=rope+bias does not
-    end a part."""
-    return re.split(r"\+(?!bias\b)", text)
-
-
-def in_all_layers(text, axes):
-    """--layers with these axes {name: value} in each part, in place of the part's own."""
-    parts = []
-    for part in layers_of(text):
-        recipe, *pairs = part.split(",")
-        own = dict(pair.split("=") for pair in pairs)
-        pairs = [f"{name}={value}" for name, value in (own | axes).items()]
-        parts.append(",".join([recipe, *pairs]))
-    return "+".join(parts)

@@ -20,7 +20,6 @@ docs/add-your-own.md adds one, step by step. Its test is in tests/test_NAME.py.
 """
 
 import contextlib
-import dataclasses
 import glob
 import math
 import subprocess
@@ -40,7 +39,7 @@ from axes.layer import Layer
 from axes.options import constants
 from axes.positions import POSITIONS
 from common import files
-from common.flags import Knobs, fields_of, knob, with_recipe
+from common.flags import Knobs, fields_of, knob
 from common.machine import Machine
 from common.runs import (
     flags_to_finish,
@@ -54,6 +53,7 @@ from common.runs import (
 )
 from data import tokens
 from model import GPT, GPTConfig
+from training.resolve import resolve
 
 
 @dataclass
@@ -74,6 +74,15 @@ class Common(Knobs):
         ("", "auto", "float32", "bfloat16", "float16"),
     )
     json: bool = knob(False, "print JSON instead of a table")
+    attn: str = knob(
+        "",
+        "attention recipe in place of the run's own; several: softmax,elastic. With several, the "
+        "flag of an axis or constant changes the recipes that have it, or all if none has it",
+    )
+
+
+# the other knobs of GPTConfig that an instrument can change in a trained model
+OVERRIDES = ("attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)
 
 
 @dataclass
@@ -96,31 +105,6 @@ class Windows(Knobs):
     windows: int = knob(16, "fixed windows, spread evenly", least=1)
     length: int = knob(0, LENGTH)
     batch_size: int = knob(4, "windows per forward pass", least=1)
-
-
-# these fields of GPTConfig are also flags of the instruments, which can change them in a trained
-# model
-RECIPES = {
-    "attn": {
-        "help": "attention recipe in place of the run's own; several: softmax,elastic. "
-        "With several, the flag of an axis or constant changes the recipes that have it, or all "
-        "if none has it",
-        "choices": None,
-    }
-}
-Overrides = dataclasses.make_dataclass(
-    "Overrides",
-    [
-        (
-            f.name,
-            f.type,
-            dataclasses.field(default=f.default, metadata=f.metadata | RECIPES.get(f.name, {})),
-        )
-        for f in dataclasses.fields(GPTConfig)
-        if f.name in ("attn", "attn_args", "kernel", "rope_base", "rope_scaling", *mixers.DEFAULTS)
-    ],
-)
-Overrides.__doc__ = "Overrides of the run's own choices"
 
 
 def runs_named(text):
@@ -271,9 +255,8 @@ def new_parameters(out_dir, overrides):
 def model_config(stored, given):
     """The GPTConfig of a run's stored knobs; the given flags, and the recipe of a given --attn,
     override them."""
-    return GPTConfig(
-        **fields_of(GPTConfig, with_recipe(stored, given, attention.ATTENTIONS, mixers.DEFAULTS))
-    )
+    knobs, _ = resolve({"run": stored}, given)
+    return GPTConfig(**fields_of(GPTConfig, knobs))
 
 
 def train_if_missing(folder, flags, quiet=False):
@@ -435,24 +418,22 @@ def overrides_of(recipes, given):
     """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row
     in ATTENTIONS sets it, and a constant of --attn_args those that have it. If none does, and for
     any other flag, it reaches all."""
-    configs = {attn: GPTConfig(attn=attn) for attn in recipes}
-    axes = {attn: set(config.recipe) for attn, config in configs.items()}
-    named = {
-        attn: set(constants(config, mixers.MIXERS[config.mixer].axes))
-        for attn, config in configs.items()
-    }
+    axes, named = {}, {}  # of each recipe
+    for attn in recipes:
+        config = GPTConfig(attn=attn)
+        axes[attn] = set(config.recipe)
+        named[attn] = set(constants(config, mixers.MIXERS[config.mixer].axes))
     found = {}
     for attn in recipes:
         # what only the other recipes have. MagicPIG's constant `first` is not the axis of that name
         foreign_axes = set().union(*axes.values()) - axes[attn]
         foreign_args = set().union(*named.values()) - named[attn]
-        changed = {name: value for name, value in given.items() if name not in foreign_axes} | {
-            "attn": attn
-        }
+        changed = {name: value for name, value in given.items() if name not in foreign_axes}
         args = changed.pop("attn_args", "").split(",")
-        if args := ",".join(pair for pair in args if pair.split("=")[0] not in foreign_args):
-            changed["attn_args"] = args
-        found[attn] = changed
+        args = [pair for pair in args if pair.split("=")[0] not in foreign_args]
+        if any(args):
+            changed["attn_args"] = ",".join(args)
+        found[attn] = changed | {"attn": attn}
     return found
 
 

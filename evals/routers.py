@@ -82,7 +82,7 @@ def command(args, run):
     if not args.sweep:
         numbers = compared(args, run)
         return numbers, in_words(numbers)
-    if any(kind.mixer != "attention" for kind in run.model.config.kinds):
+    if any(kind.mixer != "attention" for kind in run.model.config.layer_configs):
         raise ValueError(
             f"--sweep trains routers on a run of plain attention, but {run.out_dir} has --attn="
             f"{run.model.config.attn}: name its base"

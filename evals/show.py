@@ -41,7 +41,7 @@ def command(args, run):
     """The choices of a recipe, with the file and line of the code of each, and what it learns."""
     stored = read_run(args.out_dir)[0]["knobs"] if args.out_dir else SIZES | {"attn": "elastic"}
     config = model_config(stored, {"attn": args.recipe} if args.recipe else {})
-    layers = [mixers.layer_of(kind, number) for number, kind in enumerate(config.kinds)]
+    layers = [mixers.layer_of(kind, number) for number, kind in enumerate(config.layer_configs)]
     numbers = [choices_of(layer) for layer in layers]
     text = "\n\n".join(dict.fromkeys(map(in_words, numbers)))
     return numbers[0] if len(numbers) == 1 else {"layers": numbers}, text

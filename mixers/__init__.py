@@ -57,58 +57,65 @@ def has_weights(recipe):
     return AXES["rule"][attention.recipe(recipe)["rule"]].has_weights
 
 
-# {axis: what must be alike in all layers}: embedded positions, sink tokens, shapes of the values
-SHARED_BY_LAYERS = {
-    "pos": lambda row: row.embeds,
-    "sink": lambda row: row.tokens,
-    "diff": lambda row: row.heads(2, 2, 1)[2],
-}
-
-
 def check_axes(config):
-    """Raise ValueError, with the reason, if a mixer does not accept a choice, or choices or layers
-    do not combine."""
+    """Raise ValueError, with the reason, if a mixer does not accept a choice, or if choices do not
+    combine."""
     mixer = MIXERS[config.mixer]
     for axis, default in DEFAULTS.items():
-        value, known = getattr(config, axis), (mixer.axes | {"mixer": MIXERS}).get(axis, [default])
-        if value in known or axis in mixer.numbers:
+        value = getattr(config, axis)
+        known = mixer.axes.get(axis, [default])
+        if value in known or axis in mixer.numbers or axis == "mixer":
             continue
-        others = [
-            name
-            for name, other in MIXERS.items()
-            if value in other.axes.get(axis, ()) or axis in other.numbers
-        ]
-        why = mixer.refused.get(axis) or (
-            f"it accepts {', '.join(map(str, known))}"
-            if axis in mixer.axes
-            else f"only mixer {' or '.join(others)} has it"
-        )
+        why = mixer.refused.get(axis)
+        if not why and axis in mixer.axes:
+            why = f"it accepts {', '.join(known)}"
+        elif not why:
+            others = [
+                name
+                for name, other in MIXERS.items()
+                if value in other.axes.get(axis, ()) or axis in other.numbers
+            ]
+            why = f"only mixer {' or '.join(others)} has it"
         raise ValueError(
-            f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): {why}"
+            f"--{axis}={value} cannot be used with --attn={config.attn} (mixer {config.mixer}): "
+            f"{why}"
         )
-    args, choices = options.constants(config, mixer.axes), options.chosen(config, mixer.axes)
+    args = options.constants(config, mixer.axes)
+    choices = options.chosen(config, mixer.axes)
     changed = [
         number for name, number in mixer.numbers.items() if getattr(config, name) != number.default
     ]
     for choice in [*choices.values(), *changed]:
         if choice.refuse and (reason := choice.refuse(config, args, choices)):
             raise ValueError(reason)
-    if len(kinds := config.kinds) > config.n_layer:
+
+
+# what the values of an axis must have in common for layers of one model (--layers)
+SHARED_BY_LAYERS = {
+    "pos": lambda row: row.embeds,  # the embedding of positions
+    "sink": lambda row: row.tokens,  # the number of sink tokens
+    "diff": lambda row: row.heads(2, 2, 1)[2],  # the number of heads
+}
+
+
+def check_layers(config):
+    """Raise ValueError if the layers of --layers do not combine."""
+    layers = config.layer_configs
+    if len(layers) > config.n_layer:
         raise ValueError(
-            f"--layers={config.layers} names {len(kinds)} layers, and n_layer={config.n_layer}: raise it"
+            f"--layers={config.layers} names {len(layers)} layers, and n_layer={config.n_layer}: "
+            "raise it"
         )
-    for axis, sort in SHARED_BY_LAYERS.items():
-        sorts = {value: sort(row) for value, row in AXES[axis].items()}
-        value = getattr(config, axis)
-        alike = [other for other in sorts if sorts[other] == sorts[value]]
-        wrong = dict.fromkeys(
-            getattr(kind, axis) for kind in kinds if getattr(kind, axis) not in alike
-        )
-        if wrong:
+    for axis, part in SHARED_BY_LAYERS.items():
+        value, rows = getattr(config, axis), AXES[axis]
+        alike = [name for name, row in rows.items() if part(row) == part(rows[value])]
+        values = dict.fromkeys(getattr(layer, axis) for layer in layers)
+        if wrong := [name for name in values if name not in alike]:
             raise ValueError(
-                f"--layers={config.layers}: {axis}={value}, from the preset, the first recipe or the default, does "
-                f"not combine with a layer's {axis}={' or '.join(wrong)}: add --{axis}=VALUE to have one in all "
-                f"layers, or give each layer {axis}={' or '.join(alike)}"
+                f"--layers={config.layers}: {axis}={value}, from the preset, the first recipe or "
+                f"the default, does not combine with a layer's {axis}={' or '.join(wrong)}: add "
+                f"--{axis}=VALUE to have one in all layers, or give each layer "
+                f"{axis}={' or '.join(alike)}"
             )
 
 
@@ -117,14 +124,14 @@ def check_packs(config):
     can."""
     if config.mixer != "attention":
         raise ValueError(
-            f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which does "
-            "not keep documents apart: leave out --docs, or look at an earlier run after git "
+            f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which "
+            "does not keep documents apart: leave out --docs, or look at an earlier run after git "
             "checkout 55b941e"
         )
     if config.sink == "token":
         raise ValueError(
-            "--docs=1 cannot be used with --sink=token, which precedes the first document only: use "
-            "--sink=key_value"
+            "--docs=1 cannot be used with --sink=token, which precedes the first document only: "
+            "use --sink=key_value"
         )
 
 
@@ -134,13 +141,13 @@ def choose_kernel(config, device, importance=False):
     row's log-sum-exp, which sdpa does not return. Raises ValueError if an explicit --kernel cannot
     run."""
     found = []
-    for kind in config.kinds:
-        kernel = layer.choose_kernel(kind, device, MIXERS[kind.mixer].obstacles)
-        if kernel == "sdpa" and importance and kind.gate == "none":
+    for one in config.layer_configs:
+        kernel = layer.choose_kernel(one, device, MIXERS[one.mixer].obstacles)
+        if kernel == "sdpa" and importance and one.gate == "none":
             if config.kernel == "sdpa":
                 raise ValueError(
-                    "--kernel=sdpa: --head_balance needs the log-sum-exp of each row, which torch's fused "
-                    "softmax does not return; use auto or torch"
+                    "--kernel=sdpa: --head_balance needs the log-sum-exp of each row, which "
+                    "torch's fused softmax does not return; use auto or torch"
                 )
             kernel = "torch"
         found.append(kernel)

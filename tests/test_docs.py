@@ -17,10 +17,10 @@ from conftest import ROOT, TINY, needs_triton, run
 from layers import normal
 
 import attention
-import mixers
-from common.flags import fields_of, given_flags, with_recipe
+from common.flags import fields_of, given_flags
 from evals.board import RECIPES
 from model import GPTConfig
+from training.resolve import resolve
 
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")
@@ -109,13 +109,8 @@ def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(
     for name in getattr(found, "attn", None) and found.attn.split(",") or ():
         assert name == "all" or name in attention.ATTENTIONS or name in RECIPES
     if script == "train.py":  # the recipe and its axes go together
-        given = given_flags(found, GPTConfig)
-        GPTConfig(
-            **fields_of(
-                GPTConfig,
-                with_recipe({"vocab_size": 1}, given, attention.ATTENTIONS, mixers.DEFAULTS),
-            )
-        )
+        knobs, _ = resolve({}, given_flags(found, GPTConfig))
+        GPTConfig(**fields_of(GPTConfig, {"vocab_size": 1} | knobs))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,5 +1,6 @@
 """Flags: which value wins."""
 
+import re
 import shutil
 
 from conftest import meta
@@ -11,40 +12,54 @@ import mixers
 import train as train_script
 from axes.options import constants
 from common import files
-from common.flags import Parser, add_flags
+from common.flags import Parser, add_flags, given_flags
 from evals.instrument import model_config
 from model import GPTConfig
+from training.resolve import resolve_run
 
 
 def settled(*argv):
     """The knobs that train.py finds for these flags."""
-    parser = Parser()
-    add_flags(parser, train_script.Train, GPTConfig)
-    return train_script.settle_knobs(parser.parse_args(argv), train_script.Train)[0]
+    groups, parser = (train_script.Train, GPTConfig), Parser()
+    add_flags(parser, *groups)
+    given_here = given_flags(parser.parse_args(argv), *groups)
+    return resolve_run(given_here, train_script.Train)[0]
 
 
-def test_precedence_is_flag_then_recipe_then_preset_then_default(monkeypatch):
-    monkeypatch.setitem(
-        train_script.PRESETS,
-        "tiny",
-        {"n_layer": 7, "n_head": 3, "pos": "learned", "rule": "softmax"},
-    )
-    monkeypatch.setitem(
-        attention.ATTENTIONS, "elastic", {"rule": "elastic", "n_head": 5, "pos": "none"}
-    )
-    knobs = {
-        "n_layer": 7,
-        "n_head": 5,
-        "pos": "none",
-        "rule": "elastic",
-        "attn": "elastic",
-        "attn_args": "",
-    }
-    assert settled("--attn=elastic", "--n_embd=64") == knobs | {"n_embd": 64}
-    assert settled(
-        "--attn=elastic", "--pos=rope", "--n_head", "2", "--rule=softmax", "--n_layer=1"
-    ) == knobs | {"n_layer": 1, "n_head": 2, "pos": "rope", "rule": "softmax"}
-    assert settled() == train_script.PRESETS["tiny"]
+def shown(capsys, *argv):
+    """{source: {knob: value}} of train.py --show_config."""
+    train_script.main(["--show_config", *argv])
+    found = {}
+    for name, value, source in re.findall(r"--(\w+)=(\S*) +(.*)", capsys.readouterr().out):
+        found.setdefault(source, {})[name] = value
+    return found
+
+
+def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
+    copy, capsys, monkeypatch
+):
+    tiny = {"about": "", "n_layer": 7, "pos": "learned", "gate": "element", "qk_norm": "l2"}
+    monkeypatch.setitem(train_script.PRESETS, "tiny", tiny)
+    recipe = {"rule": "elastic", "pos": "none", "gate": "none"}
+    monkeypatch.setitem(attention.ATTENTIONS, "elastic", recipe)
+    found = shown(capsys, "--attn=elastic", "--pos=alibi", "--n_head", "2")
+    assert found["flag"] == {"attn": "elastic", "pos": "alibi", "n_head": "2"}
+    of_recipe = {"rule": "elastic", "gate": "none", "attn_args": "", "layers": ""}
+    assert found["recipe elastic"] == of_recipe
+    assert found["preset tiny"] == {"preset": "tiny", "n_layer": "7", "qk_norm": "l2"}
+    assert found["default"].items() >= {"n_embd": "768", "sink": "none", "bias": "0"}.items()
+
+    # a run of another recipe, whose window was changed by a flag
+    changed = {"attn": "streaming", "rule": "softmax", "first": 4, "window": 5, "seed": 5}
+    knobs, run = meta(copy)["knobs"] | changed, f"run {copy}"
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
+    found = shown(capsys, f"--init_from={copy}", "--attn=elastic")
+    assert found["recipe elastic"] == of_recipe | {"pos": "none", "first": "0"}
+    assert found[run]["window"] == "5" and found[run]["dataset"] == knobs["dataset"]
+    assert found["default"]["seed"] == "1337"
+    resumed = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=9", "--n_kv_head=0")
+    found = shown(capsys, *resumed)
+    assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)} and found[run]["seed"] == "5"
 
 
 def test_public_weights_are_trained_with_the_preset_tune(copy):
@@ -119,15 +134,19 @@ def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_f
         layers += [
             (attn, mixers.DEFAULTS | attention.ATTENTIONS[attn] | axes | flags, shared | own)
         ] * count
-    given = {"attn": first, "layers": "+".join(texts)}
+    given = {"layers": "+".join(texts)}
     if "tau_init" in constant and first in ("elastic", "lazy"):
         given["attn_args"] = f"tau_init={constant['tau_init']}"
     config = model_config({"n_layer": len(layers)}, given if afterwards else given | flags)
     config = model_config(vars(config), flags if afterwards else {})
-    for kind, (attn, axes, own) in zip(config.kinds, layers, strict=True):
-        assert kind.attn == attn and all(
-            getattr(kind, axis) == axes[axis] for axis in mixers.DEFAULTS
-        )
-        assert constants(kind, attention.AXES).get("tau_init") == (
+    for layer, (attn, axes, own) in zip(config.layer_configs, layers, strict=True):
+        assert layer.attn == attn
+        assert all(getattr(layer, axis) == axes[axis] for axis in mixers.DEFAULTS)
+        assert constants(layer, attention.AXES).get("tau_init") == (
             own.get("tau_init", 1.0) if attn in ("elastic", "lazy") else None
         )
+
+
+def test_a_layers_own_axis_beats_the_models_which_beats_the_layers_recipe():
+    config = GPTConfig(layers="softmax,pos=none+lazy", pos="alibi", n_layer=2)
+    assert [layer.pos for layer in config.layer_configs] == ["none", "alibi"]

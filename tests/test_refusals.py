@@ -37,7 +37,7 @@ import train as train_script
 from attention import ATTENTIONS
 from common import files
 from data import tokens
-from evals.instrument import Common, Overrides, Picture
+from evals.instrument import OVERRIDES, Common, Picture
 from model import GPT, GPTConfig
 from pretrained import convert
 from train import DryRun, Train
@@ -396,9 +396,12 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
         groups = (
             [found.flags] * 3
             + [Picture] * bool(found.draw)
-            + [Common, Overrides] * (name in eval_script.OF_A_RUN)
+            + [Common] * (name in eval_script.OF_A_RUN)
         )
-    knobs = st.sampled_from([field for group in groups for field in dataclasses.fields(group)])
+    knobs = [field for group in groups for field in dataclasses.fields(group)]
+    if name in eval_script.OF_A_RUN:
+        knobs += [field for field in dataclasses.fields(GPTConfig) if field.name in OVERRIDES]
+    knobs = st.sampled_from(knobs)
     for knob in data.draw(st.lists(knobs, max_size=4)):
         texts = SMALL if works and knob.name in LONG else TEXTS
         choices = list(ATTENTIONS if knob.name == "attn" else knob.metadata["choices"] or ())

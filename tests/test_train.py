@@ -46,6 +46,12 @@ from model import GPT, GPTConfig
 from training import balance
 
 
+def train(out, flags="", data=None):
+    """Train a run of train_here in this folder. flags: one text."""
+    dataset = [f"--dataset={data}"] if data else []
+    train_here(f"--out_dir={out}", *dataset, *flags.split())
+
+
 def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elastic_run, data):
     assert sorted(contents(elastic_run)) == ["ckpt.pt", "log.csv", "meta.json"]
     header, *rows = (line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines())
@@ -83,15 +89,8 @@ def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elasti
 
 
 def test_evaluating_and_logging_change_no_weights(elastic_run, tmp_path, data):
-    train_here(
-        f"--dataset={data}",
-        f"--out_dir={tmp_path}",
-        "--attn=elastic",
-        "--dropout=0.1",
-        "--eval_interval=100",
-        "--log_interval=3",
-        "--eval_iters=2",
-    )
+    flags = "--attn=elastic --dropout=0.1 --eval_interval=100 --log_interval=3 --eval_iters=2"
+    train(tmp_path, flags, data)
     close(weights(tmp_path), weights(elastic_run), dtype=torch.float32)
 
 
@@ -105,18 +104,10 @@ def test_evaluating_and_logging_change_no_weights(elastic_run, tmp_path, data):
 def test_every_recipe_learns(attn, dtype, tmp_path, data):
     """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and
     falls far below it. A layer with a schedule, such as Dex, is told that the training is over."""
-    train_here(
-        f"--dataset={data}",
-        f"--out_dir={tmp_path}",
-        f"--attn={attn}",
-        f"--dtype={dtype}",
-        "--max_iters=60",
-        "--learning_rate=2e-2",
-        "--n_embd=32",
-        "--eval_interval=30",
-        # its router needs pairs beyond the window
-        *(["--window=4"] if attn == "focus" else []),
-    )
+    flags = "--max_iters=60 --learning_rate=2e-2 --n_embd=32 --eval_interval=30"
+    if attn == "focus":
+        flags += " --window=4"  # its router needs pairs beyond the window
+    train(tmp_path, f"{flags} --attn={attn} --dtype={dtype}", data)
     first = losses(tmp_path)[0]
     below(abs(first - np.log(257)), 0.1)
     below(1.5, first - max(losses(tmp_path)[-1], meta(tmp_path)["losses"]["val"]))
@@ -130,15 +121,9 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
         (tmp_path / room).mkdir(exist_ok=True)
         for path in (ROOT / room).glob("*.py"):
             shutil.copy(path, tmp_path / room)
+    words = "train.py --attn=elastic --max_iters=2 --eval_iters=1 --n_layer=1"
     done = subprocess.run(
-        [
-            sys.executable,
-            "train.py",
-            "--attn=elastic",
-            "--max_iters=2",
-            "--eval_iters=1",
-            "--n_layer=1",
-        ],
+        [sys.executable, *words.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -146,9 +131,8 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
         env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
     )
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "data/stdlib/train.bin").exists() and (
-        tmp_path / "out/stdlib-elastic/ckpt.pt"
-    ).exists()
+    assert (tmp_path / "data/stdlib/train.bin").exists()
+    assert (tmp_path / "out/stdlib-elastic/ckpt.pt").exists()
     for words in (
         "bits per byte",
         "sink",
@@ -170,9 +154,8 @@ def test_sigterm_leaves_a_word_while_the_imports_run(tmp_path, data):
         assert line, "it ended before it imported torch"
     process.terminate()
     said = process.communicate(timeout=60)[1].splitlines()
-    assert process.returncode == 1 and said[-1].startswith(
-        "train.py: terminated outside the training loop"
-    )
+    assert process.returncode == 1
+    assert said[-1].startswith("train.py: terminated outside the training loop")
 
 
 def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them(
@@ -182,22 +165,14 @@ def test_a_run_from_weights_killed_before_its_first_checkpoint_resumes_from_them
     The other run's model is kept. A step of Adam is at most as long as the learning rate, which
     head_lr scales for tau."""
     flags = (
-        "--max_iters=4",
-        "--eval_interval=4",
-        "--log_interval=1",
-        f"--init_from={elastic_run}",
-        "--device=cpu",
-        "--dtype=float32",
-        "--learning_rate=1e-5",
-        "--weight_decay=0.5",
-        "--warmup_iters=0",
-        "--head_lr=0",
+        f"--init_from={elastic_run} --max_iters=4 --eval_interval=4 --log_interval=1 --device=cpu "
+        "--dtype=float32 --learning_rate=1e-5 --weight_decay=0.5 --warmup_iters=0 --head_lr=0"
     )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for out in (whole, killed):
-        train_here(*flags, f"--out_dir={out}")
+    train(whole, flags)
+    train(killed, flags)
     (killed / "ckpt.pt").unlink()  # as if it had been killed at step 3
-    train_here(f"--out_dir={killed}", "--init_from=resume")
+    train(killed, "--init_from=resume")
     assert_same_run(killed, whole)
     assert meta(whole)["knobs"]["n_embd"] == 16 and meta(whole)["knobs"]["attn"] == "elastic"
     for name, before in weights(elastic_run).items():
@@ -212,7 +187,7 @@ def test_biases_that_bias_of_turns_off_stay_0(part, on, tmp_path, data):
         f"--max_iters=4 --qkv_bias=1 --bias_of={part} --n_kv_head=1",
         "--init_from=resume --max_iters=8",
     ):
-        train_here(*flags.split(), f"--dataset={data}", f"--out_dir={tmp_path}", "--attn=elastic")
+        train(tmp_path, f"{flags} --attn=elastic", data)
         bias = weights(tmp_path)["transformer.h.0.attn.c_attn.bias"]
         assert bias[on].any() and not bias.clone().index_fill_(0, torch.arange(32)[on], 0).any()
 
@@ -223,15 +198,9 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
     """float16 needs a scaler, of which the first checkpoint holds nothing. It counts its steps
     without overflow. The logged norm, which is clipped, is that of the gradient before the scaler
     multiplied it by 65536."""
-    repeated = (f"--dataset={data}", "--attn=elastic", "--n_layer=1", "--dropout=0.1")
-    for steps, flags in ((10, repeated), (13, ())):
-        train_here(
-            f"--out_dir={copy}",
-            "--init_from=resume",
-            f"--max_iters={steps}",
-            "--dtype=float16",
-            *flags,
-        )
+    repeated = f"--dataset={data} --attn=elastic --n_layer=1 --dropout=0.1"
+    for steps, flags in ((10, repeated), (13, "")):
+        train(copy, f"--init_from=resume --max_iters={steps} --dtype=float16 {flags}")
         scaler = torch.load(copy / "ckpt.pt", weights_only=True)["scaler"]
         assert (scaler["scale"], scaler["_growth_tracker"]) == (2**16, steps - 8)
     assert [row[0] for row in log_rows(copy)[1:]] == [str(step) for step in range(1, 14)]
@@ -241,42 +210,27 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
 
 
 def test_a_run_with_two_recipes_resumes_bit_for_bit(tmp_path, data):
-    flags = (
-        f"--dataset={data}",
-        "--dropout=0.1",
-        "--lr_decay_iters=8",
-        "--n_layer=2",
-        "--layers=sink+gated",
-    )
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
-    train_here(*flags, f"--out_dir={tmp_path / 'part'}", "--max_iters=4")
-    train_here(f"--out_dir={tmp_path / 'part'}", "--init_from=resume", "--max_iters=8")
-    assert_same_run(tmp_path / "part", tmp_path / "whole")
-    assert [
-        page["recipe"]
-        for page in show.command(show.Show(out_dir=str(tmp_path / "part")), None)[0]["layers"]
-    ] == ["sink", "gated"]
+    flags = "--dropout=0.1 --lr_decay_iters=8 --n_layer=2 --layers=sink+gated"
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    train(whole, flags, data)
+    train(part, f"{flags} --max_iters=4", data)
+    train(part, "--init_from=resume --max_iters=8")
+    assert_same_run(part, whole)
+    found, _ = show.command(show.Show(out_dir=str(part)), None)
+    assert [layer["recipe"] for layer in found["layers"]] == ["sink", "gated"]
 
 
 def test_a_tokenizer_goes_from_run_to_run_and_new_runs_keep_earlier_ones(
     toy_run, toy, data, tmp_path, capsys
 ):
-    train_here(
-        f"--init_from={toy_run}",
-        f"--out_dir={tmp_path}",
-        "--max_iters=1",
-        "--device=cpu",
-        "--eval_iters=1",
-        "--block_size=8",
-    )
+    flags = f"--init_from={toy_run} --max_iters=1 --device=cpu --eval_iters=1 --block_size=8"
+    train(tmp_path, flags)
     assert "foxes in the tokenizer toy" in capsys.readouterr().out
     assert (meta(tmp_path)["tokenizer"], meta(tmp_path)["separator"]) == ("toy", 0)
     assert tokens.content_of(toy) == tokens.content_of(toy_run) == tokens.content_of(tmp_path)
     for seed, steps in (("1", 2), ("2", 3)):
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-        train_here(
-            f"--out_dir={tmp_path}", f"--dataset={data}", f"--max_iters={steps}", f"--seed={seed}"
-        )
+        train(tmp_path, f"--max_iters={steps} --seed={seed}", data)
         assert contents(tmp_path / "old" / seed) == before and len(log_rows(tmp_path)) == steps + 1
         assert str(tmp_path / "old" / seed) in capsys.readouterr().out
         assert meta(tmp_path)["tokenizer"] == "bytes" and tokens.content_of(tmp_path) is None
@@ -288,33 +242,25 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_good_checkpoint(
 ):
     """Step 9 moves the weights far away. The next row of the log notices it, before anything is
     saved."""
-    stored = meta(copy)
-    files.write_json(
-        copy / "meta.json",
-        stored | {"knobs": stored["knobs"] | {"learning_rate": 1e35, "min_lr": 1e35}},
-    )
+    knobs = meta(copy)["knobs"] | {"learning_rate": 1e35, "min_lr": 1e35}
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
     with pytest.raises(SystemExit, match="1"):
         train_script.main(
             f"--init_from=resume --out_dir={copy} --max_iters=12 --eval_interval={interval} "
             f"--log_interval={interval}".split()
         )
     err = capsys.readouterr().err
-    assert_says(
-        f"step {step}.*checkpoint of step 8 is still there.*learning_rate", err.splitlines()[-1]
-    )
-    assert (copy / "ckpt.pt").read_bytes() == (
-        elastic_run / "ckpt.pt"
-    ).read_bytes() and "Traceback" not in err
+    words = f"step {step}.*checkpoint of step 8 is still there.*learning_rate"
+    assert_says(words, err.splitlines()[-1])
+    assert (copy / "ckpt.pt").read_bytes() == (elastic_run / "ckpt.pt").read_bytes()
+    assert "Traceback" not in err
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """A data set of bytes: documents of 2 to 40 tokens, of which 256 is the first."""
-    out, coder, rng = (
-        tmp_path_factory.mktemp("data") / "packed",
-        coders.Bytes(),
-        np.random.default_rng(bounds.SEED),
-    )
+    out = tmp_path_factory.mktemp("data") / "packed"
+    coder, rng = coders.Bytes(), np.random.default_rng(bounds.SEED)
     ids = {}
     for split, count in ("train", 400), ("val", 60):
         ids[split] = tokens.encode_all(coder, [TEXT[n : 2 * n] for n in rng.integers(1, 40, count)])
@@ -344,9 +290,8 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
     """With docs=1 it also tells where the documents of its own tokens begin."""
     total = batch_size * steps
     if total % world:
-        with pytest.raises(
-            ValueError, match=f"cannot be shared by {world} ranks: make it a multiple of {world}"
-        ):
+        words = f"cannot be shared by {world} ranks: make it a multiple of {world}"
+        with pytest.raises(ValueError, match=words):
             batches(packed, world, 0, batch_size, steps)
         return
     whole, other = (batches(packed, 1, 0, total, 1, seed=s, docs=docs) for s in (seed, seed + 100))
@@ -367,16 +312,8 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path):
-    train_here(
-        f"--dataset={packed}",
-        f"--out_dir={tmp_path}",
-        "--docs=1",
-        "--max_iters=4",
-        "--learning_rate=0.1",
-        "--eval_iters=20",
-        "--pos=learned",
-        "--attn=gated",
-    )
+    flags = "--docs=1 --max_iters=4 --learning_rate=0.1 --eval_iters=20 --pos=learned --attn=gated"
+    train(tmp_path, flags, packed)
     gpt = GPT(GPTConfig(**fields_of(GPTConfig, meta(tmp_path)["knobs"]))).eval()
     gpt.load_state_dict(weights(tmp_path))
     split, losses = tokens.Tokens(packed, "val", docs=True), []
@@ -390,25 +327,20 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
             losses += [gpt(part[:, :-1], part[:, 1:])[1].item()] * int(end - start)
     close(meta(tmp_path)["losses"]["val"], np.mean(losses), dtype=torch.float32)
     x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
-    starts, machine = (
-        torch.from_numpy(split.first_keys(windows, 16)),
-        SimpleNamespace(mean=lambda x: x),
-    )
+    starts = torch.from_numpy(split.first_keys(windows, 16))
+    machine = SimpleNamespace(mean=lambda x: x)
     for weight in 0.0, 0.1:  # the loss that is trained
         knobs = SimpleNamespace(head_balance=weight, balance_form="all")
-        close(
-            balance.losses(gpt, x, y, knobs, machine, starts)[0],
-            np.mean(losses),
-            dtype=torch.float32,
-        )
+        loss, _ = balance.losses(gpt, x, y, knobs, machine, starts)
+        close(loss, np.mean(losses), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
     "flags, runs",
     [
-        ((), "sdpa"),
-        (("--head_balance=0.5",), "torch"),
-        (("--head_balance=0.5", "--gate=head"), "sdpa"),
+        ("", "sdpa"),
+        ("--head_balance=0.5", "torch"),
+        ("--head_balance=0.5 --gate=head", "sdpa"),
     ],
 )
 def test_the_kernel_that_a_run_names_is_the_one_that_trains(
@@ -426,14 +358,7 @@ def test_the_kernel_that_a_run_names_is_the_one_that_trains(
                 compute(*given),
             )[1],
         )
-    train_here(
-        f"--dataset={data}",
-        f"--out_dir={tmp_path}",
-        "--max_iters=1",
-        "--attn=softmax",
-        "--n_head=4",
-        *flags,
-    )
+    train(tmp_path, f"--max_iters=1 --attn=softmax --n_head=4 {flags}", data)
     assert ran == {runs} and f"computed by {runs}\n" in capsys.readouterr().out
 
 
@@ -441,19 +366,11 @@ def test_the_kernel_that_a_run_names_is_the_one_that_trains(
     "flags",
     [
         # micro-batches 4, 2
-        ("--attn=elastic", "--batch_size=4", "--gradient_accumulation_steps=3", "--eval_iters=3"),
+        "--attn=elastic --batch_size=4 --gradient_accumulation_steps=3 --eval_iters=3",
         by_default(
             False,
-            (
-                "--n_head=4",
-                "--n_layer=2",
-                "--head_balance=1",
-                "--balance_skip=1",
-                "--bias=1",
-                "--batch_size=6",
-                "--eval_iters=2",
-                "--gradient_accumulation_steps=2",
-            ),
+            "--n_head=4 --n_layer=2 --head_balance=1 --balance_skip=1 --bias=1 --batch_size=6 "
+            "--gradient_accumulation_steps=2 --eval_iters=2",
         ),
     ],
 )
@@ -462,37 +379,27 @@ def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(
 ):
     """Two processes with the variables that torchrun sets on two nodes. Each column of the log has
     its own scale."""
-    flags = (*TINY, f"--dataset={data}", *flags)
     with socket.create_server(("127.0.0.1", 0)) as free:  # the system names a port that nobody uses
-        nodes = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free.getsockname()[1]),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-        }
+        port = str(free.getsockname()[1])
+    nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    two, one = tmp_path / "2", tmp_path / "1"
     ranks = [
         subprocess.Popen(
-            command("train.py", *flags, f"--out_dir={tmp_path / '2'}"),
+            command("train.py", *TINY, f"--dataset={data}", f"--out_dir={two}", *flags.split()),
             env=os.environ | nodes | {"RANK": rank},
         )
         for rank in "01"
     ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0] and meta(tmp_path / "2")[
-        "world_size"
-    ] == 2
-    train_here(
-        *flags,
-        f"--out_dir={tmp_path / '1'}",
-        "--batch_size=12",
-        "--gradient_accumulation_steps=1",
-        "--eval_iters=1",
-    )
-    assert_close_runs(tmp_path / "2", tmp_path / "1")
-    two, one = (
-        torch.tensor([[float(x or 0) for x in row] for row in log_rows(tmp_path / name)[1:]])
-        for name in "21"
-    )
-    close(list(two.T), list(one.T))
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert meta(two)["world_size"] == 2
+    at_once = "--batch_size=12 --gradient_accumulation_steps=1 --eval_iters=1"
+    train(one, f"{flags} {at_once}", data)
+    assert_close_runs(two, one)
+    columns = []
+    for out in (two, one):
+        rows = [[float(x or 0) for x in row] for row in log_rows(out)[1:]]
+        columns.append(list(torch.tensor(rows).T))
+    close(*columns)
 
 
 def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(
@@ -504,7 +411,7 @@ def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(
     monkeypatch.setattr(train_script, "mean_loss", lambda *given, share: asked.append(share) or 1.0)
     for sharded in (False, True):
         monkeypatch.setattr(train_script, "is_sharded", lambda model, sharded=sharded: sharded)
-        train_here(f"--dataset={data}", f"--out_dir={tmp_path}", "--max_iters=1")
+        train(tmp_path, "--max_iters=1", data)
     assert asked == [True, False]
 
 
@@ -516,30 +423,20 @@ def test_compiled_training_is_the_same_and_saves_plain_names(
     """Also two models in one process, whose constants differ. Backward passes compute blocks of
     rows again, with the dropout of the forward pass. The compiler's last stage, which needs a
     minute and C++, is left out."""
-    compiled, compile_fully = [], torch.compile
-    monkeypatch.setattr(
-        torch,
-        "compile",
-        lambda model, **how: (
-            compiled.append(model) or compile_fully(model, **how, backend="aot_eager")
-        ),
-    )
+    found, compile_fully = [], torch.compile
+
+    def without_last_stage(model, **how):
+        found.append(model)
+        return compile_fully(model, **how, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", without_last_stage)
+    compiled, eager = tmp_path / "compiled", tmp_path / "eager"
     for heads in models:
-        for name, flags in (("compiled", ["--compile"]), ("eager", [])):
-            train_here(
-                f"--dataset={data}",
-                f"--out_dir={tmp_path / name}",
-                f"--n_head={heads}",
-                "--max_iters=4",
-                "--block_size=40",
-                "--dropout=0.3",
-                "--attn=elastic",
-                *flags,
-            )
-        assert (
-            compiled and weights(tmp_path / "compiled").keys() == weights(tmp_path / "eager").keys()
-        )
-        close(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), dtype=torch.float32)
+        flags = f"--n_head={heads} --max_iters=4 --block_size=40 --dropout=0.3 --attn=elastic"
+        train(eager, flags, data)
+        train(compiled, f"{flags} --compile", data)
+        assert found and weights(compiled).keys() == weights(eager).keys()
+        close(losses(compiled), losses(eager), dtype=torch.float32)
 
 
 def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
@@ -558,14 +455,8 @@ def test_eq_9_excludes_the_first_layers_and_the_most_used_heads():
 
 def test_the_balancing_loss_is_logged_only_where_it_is_trained(tmp_path, data, capsys):
     for name, weight in (("off", 0), ("on", 0.5)):
-        train_here(
-            f"--dataset={data}",
-            f"--out_dir={tmp_path / name}",
-            "--max_iters=40",
-            "--learning_rate=1e-2",
-            "--balance_shared=0",
-            f"--head_balance={weight}",
-        )
+        flags = f"--max_iters=40 --learning_rate=1e-2 --balance_shared=0 --head_balance={weight}"
+        train(tmp_path / name, flags, data)
     off, said = meta(tmp_path / "off")["report"], capsys.readouterr().out
     for words in (f"{off['val'] / math.log(2):.4f}", f"sink   {off['sink']:.4f}"):
         assert words in said  # a token is 1 byte

@@ -49,20 +49,22 @@ def check_balance(knobs, config):
     """Raise ValueError if --head_balance is given without two heads to balance."""
     if not knobs.head_balance:
         return
-    for kind in config.kinds:  # which heads have an importance: see Attention.importance_of_heads
-        gated = kind.mixer == "attention" and kind.gate != "none"
-        if not gated and (
-            kind.mixer != "attention" or kind.rule != "softmax" or kind.diff != "none"
-        ):
+    # which heads have an importance: see Attention.importance_of_heads
+    for layer in config.layer_configs:
+        if layer.mixer == "attention" and layer.gate != "none":
+            continue
+        if layer.mixer != "attention" or layer.rule != "softmax" or layer.diff != "none":
             raise ValueError(
-                f"--head_balance balances gates, or sinks of one view of softmax, and --attn={kind.attn} "
-                "has neither: choose such a recipe, or add --gate=head or --gate=element"
+                "--head_balance balances gates, or sinks of one view of softmax, and "
+                f"--attn={layer.attn} has neither: choose such a recipe, or add --gate=head or "
+                "--gate=element"
             )
-        hidden = kind.window and not kind.first or knobs.docs
-        if not gated and hidden and SINKS[kind.sink].extra_score is None:
+        hidden = layer.window and not layer.first or knobs.docs
+        if hidden and SINKS[layer.sink].extra_score is None:
             raise ValueError(
-                "--head_balance balances the sink on a sequence's first token, which is out of mask with "
-                "--docs or beyond --window: add --first=1, a --sink or a --gate, or leave out --docs"
+                "--head_balance balances the sink on a sequence's first token, which is masked "
+                "with --docs or beyond --window: add --first=1, a --sink or a --gate, or leave "
+                "out --docs"
             )
     heads = torch.zeros(config.n_layer, config.n_head)
     if knobs.balance_form == "routed":
@@ -71,7 +73,8 @@ def check_balance(knobs, config):
         raise ValueError("--balance_form=all balances all heads: leave out --balance_skip")
     if heads.numel() < 2:
         raise ValueError(
-            f"--head_balance={knobs.head_balance} takes two heads, and --balance_skip="
-            f"{knobs.balance_skip} --balance_shared={knobs.balance_shared} leave {heads.numel()} of "
-            f"{config.n_layer} x {config.n_head} heads: exclude fewer, or raise --n_head or --n_layer"
+            f"--head_balance={knobs.head_balance} takes two heads, and "
+            f"--balance_skip={knobs.balance_skip} --balance_shared={knobs.balance_shared} leave "
+            f"{heads.numel()} of {config.n_layer} x {config.n_head} heads: exclude fewer, or raise "
+            "--n_head or --n_layer"
         )

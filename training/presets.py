@@ -1,17 +1,12 @@
-"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset). Below,
-settle_knobs decides which value of a knob wins: that of a flag, recipe, earlier run or preset."""
+"""Presets: named sets of values for the knobs of train.py and model.GPTConfig (--preset)."""
 
 import textwrap
-from pathlib import Path
 
 import attention
-import mixers
-from common.flags import fields_of, given_flags, in_all_layers, shown, with_recipe
-from common.runs import read_run
-from model import GPTConfig
+from common.flags import shown
 
 # what several presets share
-FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304, "eval_interval": 250, "eval_iters": 20}
+FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304}
 GPT2 = FINEWEB | {
     "n_layer": 12,
     "n_head": 12,
@@ -176,87 +171,26 @@ PRESETS = {
     },
 }
 
-# knobs that may change on resume: model, data and batches stay. Another device, dtype or kernel
-# rounds differently. Another max_iters also moves the end of the cosine (unless --lr_decay_iters is
-# given) and of the layers' schedules
-MAY_CHANGE = {
-    "out_dir",
-    "device",
-    "dtype",
-    "compile",
-    "shard",
-    "kernel",
-    "max_iters",
-    "eval_interval",
-    "log_interval",
-}
-
-
-def settle_knobs(args, Train):
-    """From the flags given: all knobs of this run as one dict, and meta.json of the run to resume,
-    or None."""
-    given = given_flags(args, Train, GPTConfig)
-    if layers := given.get("layers"):
-        if given.setdefault("attn", first := attention.pattern(layers)[0][0]) != first:
-            raise ValueError(
-                f"--layers={layers} begins with {first}: leave out --attn={given['attn']}"
-            )
-        axes = {name: given[name] for name in mixers.DEFAULTS if name in given}
-        given["layers"] = in_all_layers(layers, axes)
-    base = dict(PRESETS[given.get("preset", Train.preset)])
-    if given.get("init_from") == "resume":
-        knobs = {"dataset": Train.dataset, "attn": GPTConfig.attn} | base | given
-        recipe = knobs.get("layers") or knobs["attn"]
-        out_dir = given.get("out_dir") or default_out_dir(knobs["dataset"], recipe)
-        meta, _ = read_run(out_dir)
-        stored = meta["knobs"]
-        # flags may repeat the stored knobs, or change those in MAY_CHANGE
-        for name, value in given.items():
-            # 0: "decide for me", as the run did
-            decided = value == 0 and name in ("n_kv_head", "vocab_size")
-            changed = value != stored.get(name, value) and not decided
-            if changed and name not in MAY_CHANGE | {"init_from"}:
-                raise ValueError(
-                    f"{out_dir} was trained with {name}={stored[name]}, so it cannot "
-                    f"resume with {name}={value}: leave out the flag, or start a new "
-                    "run with another --out_dir"
-                )
-        new = {name: value for name, value in given.items() if name in MAY_CHANGE}
-        return stored | new | {"out_dir": out_dir}, meta
-    if given.get("init_from", "scratch") != "scratch":  # flags may change the other run's model
-        meta, checkpoint = read_run(given["init_from"])
-        given["init_from"] = str(checkpoint)
-        base |= fields_of(GPTConfig, meta["knobs"]) | {"dataset": meta["knobs"]["dataset"]}
-        # public weights, and runs that began with them, have contexts too long for most machines:
-        # tune has a short one
-        if "source" in meta or meta["knobs"].get("preset") == "tune":
-            given.setdefault("preset", "tune")
-        if given.get("preset") == "tune":
-            base |= PRESETS["tune"]
-    return with_recipe(base, given, attention.ATTENTIONS, mixers.DEFAULTS), None
-
-
-def default_out_dir(dataset, attn):
-    return f"out/{Path(dataset).name}-{attn.translate(str.maketrans(',=', '--', '*'))}"
-
 
 def presets_and_recipes():
     """The lists of presets and recipes at the end of -h all: the flags that each of them sets."""
 
-    def in_lines(name, text):
-        indent = " " * 21
-        return textwrap.fill(
-            f"  {name:18} {text}", 140, subsequent_indent=indent, break_on_hyphens=False
-        )
+    def entry(name, text):
+        lines = textwrap.wrap(text, 119, break_on_hyphens=False)
+        return f"  {name:18} " + f"\n{'':21}".join(lines)
+
+    def flags(knobs):
+        return " ".join(f"--{name}={shown(value)}" for name, value in knobs.items())
 
     lines = ["presets:"]
     for name, preset in PRESETS.items():
-        flags = [f"--{knob}={shown(value)}" for knob, value in preset.items() if knob != "about"]
-        lines += [in_lines(name, preset["about"]), in_lines("", " ".join(flags))]
+        knobs = dict(preset)
+        lines += [entry(name, knobs.pop("about")), entry("", flags(knobs))]
     lines += ["", "recipes:"]
-    for name, axes in attention.ATTENTIONS.items():
-        flags = [f"--{axis}={value}" for axis, value in axes.items() if axis != "args"]
-        args = axes.get("args", {})
-        flags += [f"--attn_args={key}={shown(value)}" for key, value in args.items()]
-        lines.append(in_lines(name, " ".join(flags)))
+    for name, recipe in attention.ATTENTIONS.items():
+        axes = dict(recipe)
+        if args := axes.pop("args", None):
+            pairs = [f"{key}={shown(value)}" for key, value in args.items()]
+            axes["attn_args"] = ",".join(pairs)
+        lines.append(entry(name, flags(axes)))
     return "\n".join(lines)
