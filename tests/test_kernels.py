@@ -43,15 +43,19 @@ MEMORY = [0] * 22  # starts and ends of documents, for 11 tokens; a list
 
 def check_walk(tiles, size, pairs, seen, near, inputs, random):
     """A walk visits each tile with a pair in `seen` once. A tile with a pair outside `near` is
-    masked,
-    and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and visit no
-    others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain Python."""
-    found, live, visits = {}, range(len(pairs)), None
-    if random.random() < 0.5:
-        live, visits = [n for n in live if random.random() < 0.7], 22
+    masked, and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and
+    visit no others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain
+    Python."""
+    found = {}
+    live = range(len(pairs))
+    rule = SimpleNamespace(skip=random.random() < 0.5)
+    if rule.skip:
+        live = [n for n in live if random.random() < 0.7]
         MEMORY[22:] = [sum(n < end for n in live) for end in range(len(pairs) + 1)] + live
+        tiles = kernels.live_tiles.fn(tiles, 22, size)
 
-    def step(state, held, start, inputs, head, rule, c, kind):
+    def step(state, my_side, place, inputs, rule, c, kind):
+        start = kernels.start_at.fn(place, 22, inputs, rule, size)
         assert start not in found
         found[start] = kind
 
@@ -60,7 +64,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
             return kernels.MASKED
         return kernels.TABLE if any(i - j < inputs.W for i, j in part) else kernels.FULL
 
-    kernels.walk.fn(None, step, None, tiles, visits, inputs, None, None, None, size)
+    kernels.walk.fn(None, step, None, tiles, inputs, rule, None, size)
     assert found == {
         start: kind(part)
         for start, part in pairs.items()
@@ -69,7 +73,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
 
 
 @mock.patch.object(kernels, "start_of", kernels.start_of.fn)
-@mock.patch.object(kernels, "place_of", kernels.place_of.fn)
+@mock.patch.object(kernels, "live_range", kernels.live_range.fn)
 @mock.patch.object(
     kernels,
     "tl",
@@ -149,7 +153,7 @@ def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
             table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first
         )
         apart = max((i // BM - j // BM for i, j in seen if i - j < W), default=0)
-        assert kernels.diagonals_in_sight(call, BM) > apart
+        assert kernels.visible_diagonals(call, BM) > apart
 
 
 def draw(
@@ -502,7 +506,7 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     x |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
     # no bias lifts scores above thresholds
     x |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
-    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
+    with mock.patch.object(kernels, "live_lists", side_effect=kernels.live_lists) as visits:
         with_skip, without = (
             outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
             for skip in (True, False)
@@ -734,11 +738,11 @@ def test_operators_declare_what_they_return(rule, options):
     x, more = draw(rule, T=20, E=24, **options)
     with mock.patch.object(kernels, "run_forward", side_effect=kernels.run_forward) as run:
         kernels.attend(rule, **x, **more)
-    call = run.call_args.args[:-2]  # without learn and skip
+    call = kernels.Call(*run.call_args.args)._replace(learn=True, skip=True)
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(kernels.run_forward, (*call, True, True), test_utils=checks)
-    o, r, u, alive = kernels.run_forward(*call, True, True)
+    torch.library.opcheck(kernels.run_forward, call, test_utils=checks)
+    o, r, u, alive = kernels.run_forward(*call)
     saved = u if kernels.KERNELS[rule].save_u else o
     torch.library.opcheck(
-        kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=checks[:2]
+        kernels.run_backward, (*call, saved, r, alive, o, r), test_utils=checks[:2]
     )
