@@ -30,7 +30,7 @@ Legend                                              shapes in comments
   z         summed for the statistic, besides w     U         sum_j u_ij v_j / sum_j z_ij, often o
   u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i
   mix       lambda_i of the second view             .b        suffix: of the second view (qb, wb, ..)
-  power     the rule's power, a constant            rule, c   Kernel and TileSizes, compile time
+  power     the rule's power, a constant            kernel    the rule's Kernel, compile time
 """
 
 from collections import namedtuple
@@ -212,7 +212,8 @@ def plain_softmax(q, k, v, sight, dropout):
 
 
 class Kernel(NamedTuple):
-    """A rule in Triton: functions of a tile, which attention.py explains, and a few constants."""
+    """A rule in Triton: functions of a tile, which attention.py explains, and a few constants. All
+    are known at compile time."""
 
     weigh: Any  # s, r, t, power -> w (times v), z (summed for the statistic), u (times v, for U)
     slope: Any  # s, r, t, power, g, delta -> ds, and the summand of dt_i
@@ -236,10 +237,17 @@ class Kernel(NamedTuple):
     # where all weights of a tile are 0, so is its ds: the backward pass may skip it
     skip: bool = False
     heavy: bool = False  # needs more registers than most: uses the tiles of kind 2, see TILES
+    # launch() adds the sizes of the heads and tiles, see the legend
+    D: int = 0
+    DP: int = 0
+    E: int = 0
+    EP: int = 0
+    BM: int = 0
+    BN: int = 0
 
     @property
     def cache_key(self):
-        """Part of Triton's cache key. Without it, an edited rule would run its old, cached kernel."""
+        """Part of Triton's cache key. Without it an edited rule would run its old, cached kernel."""
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
@@ -309,7 +317,6 @@ Matrix = namedtuple("Matrix", "at batch head row")
 # One head of a Matrix: a 64-bit pointer to its first row, and the stride of its rows. Inside a head
 # 32-bit offsets suffice
 HeadMatrix = namedtuple("HeadMatrix", "at row")
-TileSizes = namedtuple("TileSizes", "D DP E EP BM BN")
 
 
 class Inputs(NamedTuple):
@@ -351,7 +358,7 @@ class Head(NamedTuple):
     slope: Any
 
 
-# Of a tile of rows: its head, and q (BM, DP) and t (BM,) of the rows. A program has one view, or two
+# A tile of rows of one head: the head, q (BM, DP) and t (BM,). A program handles one or two views
 View = namedtuple("View", "head q t")
 
 # ------------------------------------------------------------------------------------ who sees whom
@@ -362,14 +369,14 @@ View = namedtuple("View", "head q t")
 #
 #     rows   M                  rows   M                #  FULL: no mask is needed, and no key lies
 #            # M                       M M                 within the distance table
-#            # # M                     M # M            M  MASKED: on the diagonal, at the edge of the
-#            # # # M                   M M # M             window, or among the first keys
+#            # # M                     M # M            M  MASKED: on the diagonal, at the edge of
+#            # # # M                   M M # M             the window, or among the first keys
 #            # # # # M                 M . M # M        .  skipped
 #            keys                      keys
 #
 # Between FULL and the diagonal lie TABLE tiles: they need no mask, but have keys within the table.
-# `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are visible.
-# Packed documents bound a row's keys from below, as a window does.
+# `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are
+# visible. Packed documents bound a row's keys from below, as a window does.
 
 FULL = tl.constexpr(0)
 TABLE = tl.constexpr(1)
@@ -413,30 +420,34 @@ def visible_in_tile(i, j, inputs, head):
 
 
 @jit
-def key_tiles(i, inputs, head, c: tl.constexpr):
+def key_tiles(i, inputs, head, kernel: tl.constexpr):
     """The Tiles of keys that rows i .. i+BM-1 see."""
-    end = tl.minimum(i + c.BM, inputs.T)
+    end = tl.minimum(i + kernel.BM, inputs.T)
     last_start = start_of(end - 1, inputs, head)  # of the last row's document
     start = start_of(i, inputs, head)  # of the first row's document
 
-    lo = start // c.BN * c.BN
-    inner = tl.cdiv(last_start, c.BN) * c.BN  # from here on, every row sees every key before it
+    lo = start // kernel.BN * kernel.BN
+    inner = (
+        tl.cdiv(last_start, kernel.BN) * kernel.BN
+    )  # from here on, every row sees every key before it
     first = Range(lo, lo)
     if inputs.window is not None:
-        padded_end = tl.cdiv(end, c.BN) * c.BN
-        first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, padded_end)
+        padded_end = tl.cdiv(end, kernel.BN) * kernel.BN
+        first_end = tl.minimum(tl.cdiv(start + inputs.first, kernel.BN) * kernel.BN, padded_end)
         if inputs.starts is not None:
             first_end = tl.where(inputs.first > 0, first_end, lo)
         first = Range(lo, first_end)
         # where the windows of the first and of the last row start
-        lo = tl.maximum(tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN, first_end)
-        inner = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last_start), c.BN) * c.BN
+        lo = tl.maximum(tl.maximum(i + 1 - inputs.window, 0) // kernel.BN * kernel.BN, first_end)
+        inner = (
+            tl.cdiv(tl.maximum(i + kernel.BM - inputs.window, last_start), kernel.BN) * kernel.BN
+        )
         inner = tl.minimum(tl.maximum(inner, lo), padded_end)
 
     diagonal = inner
     if inputs.sets is None:  # with sets, all tiles are masked
-        diagonal = tl.maximum(inner, (i + 1) // c.BN * c.BN)
-    table = tl.minimum(diagonal, tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN)
+        diagonal = tl.maximum(inner, (i + 1) // kernel.BN * kernel.BN)
+    table = tl.minimum(diagonal, tl.maximum(i + 1 - inputs.W, 0) // kernel.BN * kernel.BN)
     table = tl.maximum(inner, table)
     return Tiles(
         Range(inner, table), Range(table, diagonal), first, Range(lo, inner), Range(diagonal, end)
@@ -444,26 +455,28 @@ def key_tiles(i, inputs, head, c: tl.constexpr):
 
 
 @jit
-def row_tiles(j, inputs, head, c: tl.constexpr):
+def row_tiles(j, inputs, head, kernel: tl.constexpr):
     """The Tiles of rows that see keys j .. j+BN-1."""
-    last_key = tl.minimum(j + c.BN, inputs.T) - 1
+    last_key = tl.minimum(j + kernel.BN, inputs.T) - 1
     end = inputs.T  # of the rows that see any of the keys
-    full_end = inputs.T // c.BM * c.BM  # of those that see all; an incomplete last tile needs masks
+    full_end = (
+        inputs.T // kernel.BM * kernel.BM
+    )  # of those that see all; an incomplete last tile needs masks
     if inputs.starts is not None:
         ends = inputs.ends + head.batch * inputs.T
         end = tl.load(ends + last_key)  # ()
-        full_end = tl.minimum(full_end, tl.load(ends + j) // c.BM * c.BM)  # ()
+        full_end = tl.minimum(full_end, tl.load(ends + j) // kernel.BM * kernel.BM)  # ()
     if inputs.window is not None:
         # all later rows of the document see its first keys
         if tl.maximum(j - start_of(last_key, inputs, head), 0) >= inputs.first:
-            end = tl.minimum(end, j + c.BN - 1 + inputs.window)
-        full_end = tl.minimum(full_end, (j + inputs.window) // c.BM * c.BM)
+            end = tl.minimum(end, j + kernel.BN - 1 + inputs.window)
+        full_end = tl.minimum(full_end, (j + inputs.window) // kernel.BM * kernel.BM)
 
-    lo = j // c.BM * c.BM
-    table = tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(end, c.BM)) * c.BM
+    lo = j // kernel.BM * kernel.BM
+    table = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM)) * kernel.BM
     # with sets, all tiles are masked
     full_end = table if inputs.sets is not None else tl.maximum(table, full_end)
-    full = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, full_end)
+    full = tl.minimum(tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM, full_end)
     return Tiles(
         Range(full, full_end),
         Range(table, full),
@@ -480,17 +493,16 @@ def walk(
     my_side,  # what step needs in every tile: the program's own rows or keys
     tiles,
     inputs,
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
     size: tl.constexpr,
 ):
     """state = step(state, ..) for every visible tile: first the many full ones, then those within
     the table, then the masked ones."""
     for start in tl.range(tiles.full.start, tiles.full.end, size):
-        state = step(state, my_side, start, inputs, rule, c, FULL)
+        state = step(state, my_side, start, inputs, kernel, FULL)
     if inputs.table is not None:
         for start in tl.range(tiles.table.start, tiles.table.end, size):
-            state = step(state, my_side, start, inputs, rule, c, TABLE)
+            state = step(state, my_side, start, inputs, kernel, TABLE)
     # One loop over the three masked ranges: a loop for each would triple its code. n counts as if
     # there were no gaps between the ranges
     first, edge, last = tiles.first, tiles.edge, tiles.last
@@ -500,12 +512,12 @@ def walk(
     for n in tl.range(first.start, end, size, num_stages=1):  # pipelining costs registers
         start = tl.where(n < first.end, n, n + before_edge)
         start = tl.where(start < edge.end, start, start + before_last)
-        state = step(state, my_side, start, inputs, rule, c, MASKED)
+        state = step(state, my_side, start, inputs, kernel, MASKED)
     return state
 
 
-# In the backward pass, a walk may visit live tiles only: those with a weight that is not 0. `live` is
-# then the list that in_order() makes: n + 1 counts, how many of the first 0, 1, .., n tiles are
+# In the backward pass, a walk may visit live tiles only: those with a weight that is not 0. `live`
+# is then the list that in_order() makes: n + 1 counts, how many of the first 0, 1, .., n tiles are
 # alive, and the numbers of the live tiles.
 
 
@@ -530,10 +542,10 @@ def live_tiles(tiles, live, size: tl.constexpr):
 
 
 @jit
-def start_at(place, live, inputs, rule: tl.constexpr, size: tl.constexpr):
+def start_at(place, live, inputs, kernel: tl.constexpr, size: tl.constexpr):
     """Where the tile at this place begins: the place itself, if the walk visits all tiles."""
     start = place
-    if rule.skip:
+    if kernel.skip:
         start = tl.load(live + tl.cdiv(inputs.T, size) + 1 + place // size) * size  # ()
     return start
 
@@ -603,12 +615,12 @@ def save(matrix, value, i, T, D: tl.constexpr, DP: tl.constexpr):
 
 
 @jit
-def load_t(inputs, head, i, SIZE: tl.constexpr):
+def load_t(inputs, head, i, kernel: tl.constexpr):
     """t of rows i. Rows beyond T repeat the last one: with t = 0 a rule might give NaN."""
-    t = tl.zeros((SIZE,), tl.float32)
+    t = tl.zeros((kernel.BM,), tl.float32)
     if inputs.t is not None:
         rows = begin(inputs.t, head.batch, head.number)
-        t = tl.load(rows.at + tl.minimum(i, inputs.T - 1) * rows.row)  # (SIZE,)
+        t = tl.load(rows.at + tl.minimum(i, inputs.T - 1) * rows.row)  # (BM,)
     return t
 
 
@@ -620,22 +632,29 @@ def load_mix(inputs, head, i):
 
 
 @jit
-def load_view(inputs, head, i, c: tl.constexpr):
-    q = load(head.q, i, inputs.T, c.D, c.DP, True)  # (BM, DP)
-    return View(head, q, load_t(inputs, head, i, c.BM))
+def load_view(inputs, head, i, kernel: tl.constexpr):
+    q = load(head.q, i, inputs.T, kernel.D, kernel.DP, True)  # (BM, DP)
+    return View(head, q, load_t(inputs, head, i, kernel))
 
 
 @jit
-def my_rows(inputs, c: tl.constexpr):
+def my_rows(inputs, kernel: tl.constexpr):
     """This program's tile of rows: its number, the tiles of keys that it sees, its rows i, and its
     view. Then the second view and its factor, or 0 if there is none."""
-    number, start, head = my_tile(inputs, c.BM, True)  # longest rows first: balances the load
-    i = start + tl.arange(0, c.BM)
+    number, start, head = my_tile(inputs, kernel.BM, True)  # longest rows first: balances the load
+    i = start + tl.arange(0, kernel.BM)
     viewb, mix = 0, 0
     if inputs.mix is not None:
-        viewb = load_view(inputs, second_view(inputs, head), i, c)
+        viewb = load_view(inputs, second_view(inputs, head), i, kernel)
         mix = load_mix(inputs, head, i)  # (BM,)
-    return number, key_tiles(start, inputs, head, c), i, load_view(inputs, head, i, c), viewb, mix
+    return (
+        number,
+        key_tiles(start, inputs, head, kernel),
+        i,
+        load_view(inputs, head, i, kernel),
+        viewb,
+        mix,
+    )
 
 
 # Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns
@@ -666,7 +685,7 @@ def tile_scores(
     t,  # (BM, 1)
     inputs,
     head,
-    rule: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """Returns q @ k.T (BM, BN), the scores in the rule's unit, the lifted scores that weigh takes,
@@ -674,9 +693,9 @@ def tile_scores(
 
     The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are
     (BN, BM)."""
-    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)     (* rule.unit)
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)     (* kernel.unit)
     raw = times(q, tl.trans(k))
-    s = raw * (inputs.scale * rule.unit)
+    s = raw * (inputs.scale * kernel.unit)
     seen = visible_in_tile(i, j, inputs, head)
     if inputs.sets is not None:
         at = inputs.sets + head.batch * inputs.T
@@ -691,7 +710,7 @@ def tile_scores(
         s += head.tail
     if inputs.slope is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
-    lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
+    lifted = s if kernel.lift is None else kernel.lift(s, t, kernel.power)
     return raw, s, lifted, seen
 
 
@@ -705,31 +724,30 @@ def tile_weights(
     i,  # (BM,)
     start,
     inputs,
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
     RUNNING: tl.constexpr,  # r is the maximum so far, which may rise
 ):
     """w, z, u (BM, BN) and r of one tile, and the factor on earlier sums."""
     head = view.head
-    j = start + tl.arange(0, c.BN)
-    k = load(head.k, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
+    j = start + tl.arange(0, kernel.BN)
+    k = load(head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
     t = view.t[:, None]
-    raw, _, s, seen = tile_scores(view.q, k, i[:, None], j[None, :], t, inputs, head, rule, KIND)
+    raw, _, s, seen = tile_scores(view.q, k, i[:, None], j[None, :], t, inputs, head, kernel, KIND)
     rescale = 1.0
     if RUNNING:
         # without biases s is a positive multiple of raw: one product a row, and the scores' own are
         # fused with s - r
-        factor = inputs.scale * rule.unit
+        factor = inputs.scale * kernel.unit
         biased = inputs.table is not None or inputs.tail is not None or inputs.slope is not None
-        if biased or rule.lift is not None:
+        if biased or kernel.lift is not None:
             raw, factor = s, 1.0
         if KIND == MASKED:
             raw = tl.where(seen, raw, float("-inf"))
         top = tl.maximum(r, tl.max(raw, 1) * factor)
         rescale = tl.exp2(r - top)
         r = top
-    w, z, u = rule.weigh(s, r[:, None], t, rule.power)
+    w, z, u = kernel.weigh(s, r[:, None], t, kernel.power)
     if KIND == MASKED:  # the mask acts on weights, never on scores: these stay finite
         w = tl.where(seen, w, 0.0)
         z = tl.where(seen, z, 0.0)
@@ -738,94 +756,92 @@ def tile_weights(
 
 
 @jit
-def add_to_sums(
-    state, my_side, start, inputs, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_sums(state, my_side, start, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """One tile of a pass for the statistic alone: at a fixed r or, if that is None, at the maximum
     so far."""
     r, sum_w, sum_z = state
     i, view, fixed = my_side
-    w, z, _, r, rescale = tile_weights(r, view, i, start, inputs, rule, c, KIND, fixed is None)
+    w, z, _, r, rescale = tile_weights(r, view, i, start, inputs, kernel, KIND, fixed is None)
     return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1)
 
 
 @jit
-def statistic(r, i, view, tiles, inputs, rule: tl.constexpr, c: tl.constexpr):
+def statistic(r, i, view, tiles, inputs, kernel: tl.constexpr):
     """The statistic r of rows, before the output pass, for a rule with passes > 0. The first pass
     gives an r. Each later pass sums up at this r and improves it by a step of Newton's method."""
-    zero = tl.zeros((c.BM,), tl.float32)
+    zero = tl.zeros((kernel.BM,), tl.float32)
     state = (r, zero, zero)
-    r, sum_w, sum_z = walk(state, add_to_sums, (i, view, None), tiles, inputs, rule, c, c.BN)
-    r = rule.settle(r, view.t, rule.power, sum_w, sum_z, True)
-    if rule.passes > 1:
-        passes_left = rule.passes - 1
+    r, sum_w, sum_z = walk(state, add_to_sums, (i, view, None), tiles, inputs, kernel, kernel.BN)
+    r = kernel.settle(r, view.t, kernel.power, sum_w, sum_z, True)
+    if kernel.passes > 1:
+        passes_left = kernel.passes - 1
         while passes_left > 0:  # until no row's sum changes by 1e-5
             state = (r, zero, zero)
-            _, sum_w, sum_z = walk(state, add_to_sums, (i, view, r), tiles, inputs, rule, c, c.BN)
-            refined = rule.settle(r, view.t, rule.power, sum_w, sum_z, False)
+            _, sum_w, sum_z = walk(
+                state, add_to_sums, (i, view, r), tiles, inputs, kernel, kernel.BN
+            )
+            refined = kernel.settle(r, view.t, kernel.power, sum_w, sum_z, False)
             passes_left = tl.where(tl.max((refined - r) * sum_z, 0) > 1e-5, passes_left - 1, 0)
             r = refined
     return r
 
 
 @jit
-def add_to_output(
-    state, my_side, start, inputs, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_output(state, my_side, start, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
     i, view, viewb, mix, alive = my_side
-    w, z, u, r, rescale = tile_weights(r, view, i, start, inputs, rule, c, KIND, rule.online)
+    w, z, u, r, rescale = tile_weights(r, view, i, start, inputs, kernel, KIND, kernel.online)
     largest = w
     if inputs.mix is not None:
-        wb, _, _, _, _ = tile_weights(r, viewb, i, start, inputs, rule, c, KIND, False)
+        wb, _, _, _, _ = tile_weights(r, viewb, i, start, inputs, kernel, KIND, False)
         largest = tl.maximum(w, wb)  # a weight of either view counts
         w -= mix[:, None] * wb
-    if rule.skip:  # is the tile alive? Rows beyond T do not count
+    if kernel.skip:  # is the tile alive? Rows beyond T do not count
         largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.0), 0)
-        tl.store(alive + start // c.BN, (largest > 0).to(tl.int8))
-    if rule.online:
+        tl.store(alive + start // kernel.BN, (largest > 0).to(tl.int8))
+    if kernel.online:
         o *= rescale[:, None]  # rescale to the larger maximum
-    j = start + tl.arange(0, c.BN)
-    v = load(view.head.v, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    j = start + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")  # (BM, EP)
-    if rule.save_u:
+    if kernel.save_u:
         U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")  # (BM, EP)
     return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1), o, U
 
 
 @jit
-def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
+def forward(inputs, O, U, R, Alive, kernel: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles
     are alive."""
-    number, tiles, i, view, viewb, mix = my_rows(inputs, c)
+    number, tiles, i, view, viewb, mix = my_rows(inputs, kernel)
     head = view.head
 
     # the statistic, where the output needs it; then the output
-    r = tl.full((c.BM,), rule.floor, tl.float32)
-    if rule.passes:
-        r = statistic(r, i, view, tiles, inputs, rule, c)
-    zero = tl.zeros((c.BM,), tl.float32)
-    empty = tl.zeros((c.BM, c.EP), tl.float32)
+    r = tl.full((kernel.BM,), kernel.floor, tl.float32)
+    if kernel.passes:
+        r = statistic(r, i, view, tiles, inputs, kernel)
+    zero = tl.zeros((kernel.BM,), tl.float32)
+    empty = tl.zeros((kernel.BM, kernel.EP), tl.float32)
     # the compiler removes the sums and U where a rule does not use them
     state = (r, zero, zero, empty, empty)
-    alive = Alive + number * tl.cdiv(inputs.T, c.BN)  # of (B, heads, row tiles, key tiles)
+    alive = Alive + number * tl.cdiv(inputs.T, kernel.BN)  # of (B, heads, row tiles, key tiles)
     my_side = (i, view, viewb, mix, alive)
-    top, sum_w, sum_z, o, u = walk(state, add_to_output, my_side, tiles, inputs, rule, c, c.BN)
-    if rule.settle is not None and not rule.passes:  # statistic and output in one pass
-        r = rule.settle(top, view.t, rule.power, sum_w, sum_z, True)
-    if rule.online:
+    top, sum_w, sum_z, o, u = walk(state, add_to_output, my_side, tiles, inputs, kernel, kernel.BN)
+    if kernel.settle is not None and not kernel.passes:  # statistic and output in one pass
+        r = kernel.settle(top, view.t, kernel.power, sum_w, sum_z, True)
+    if kernel.online:
         o *= tl.exp2(top - r)[:, None]  # rescale from the running maximum to r
-    if rule.passes > 1:
+    if kernel.passes > 1:
         o /= tl.maximum(sum_w, 1e-30)[:, None]  # r is rounded: sums may miss 1 by 1e-4
 
     # save
-    save(begin(O, head.batch, head.out), o, i, inputs.T, c.E, c.EP)
-    if rule.save_u:
+    save(begin(O, head.batch, head.out), o, i, inputs.T, kernel.E, kernel.EP)
+    if kernel.save_u:
         u /= tl.maximum(sum_z, 1e-30)[:, None]
-        save(begin(U, head.batch, head.out), u, i, inputs.T, c.E, c.EP)
-    if rule.settle is not None:
-        natural = r if rule.plain_sum else r * (1 / rule.unit)
+        save(begin(U, head.batch, head.out), u, i, inputs.T, kernel.E, kernel.EP)
+    if kernel.settle is not None:
+        natural = r if kernel.plain_sum else r * (1 / kernel.unit)
         tl.store(R + head.rows + i, natural, mask=i < inputs.T)
 
 
@@ -833,16 +849,16 @@ def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
 
 
 @jit
-def load_statistic(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
+def load_statistic(inputs, head, R, Delta, i, kernel: tl.constexpr):
     """r in the rule's unit and delta of rows i (dr, if DR is passed as Delta). Rows beyond T repeat
     the last one, so that every rule stays finite."""
-    r = tl.zeros((SIZE,), tl.float32)
-    delta = tl.zeros((SIZE,), tl.float32)
+    r = tl.zeros((kernel.BM,), tl.float32)
+    delta = tl.zeros((kernel.BM,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
-    if rule.settle is not None:
-        delta = tl.load(Delta + at)  # (SIZE,)
-        if not rule.plain_sum:
-            r = tl.load(R + at) * rule.unit  # (SIZE,)
+    if kernel.settle is not None:
+        delta = tl.load(Delta + at)  # (BM,)
+        if not kernel.plain_sum:
+            r = tl.load(R + at) * kernel.unit  # (BM,)
     return r, delta
 
 
@@ -858,14 +874,14 @@ def slopes(
     delta,  # (BM, 1)
     inputs,
     head,
-    rule: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """Weights, ds and the summands of dt of one tile (BM, BN), which may be transposed as in
     tile_scores()."""
-    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, KIND)
-    w, _, _ = rule.weigh(lifted, r, t, rule.power)
-    ds, dt = rule.slope(s, r, t, rule.power, g, delta)
+    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, kernel, KIND)
+    w, _, _ = kernel.weigh(lifted, r, t, kernel.power)
+    ds, dt = kernel.slope(s, r, t, kernel.power, g, delta)
     if KIND == MASKED:
         w = tl.where(seen, w, 0.0)
         ds = tl.where(seen, ds, 0.0)
@@ -883,18 +899,16 @@ def slopes_of_rows(
     r,  # (BM,)
     delta,  # (BM,)
     inputs,
-    rule: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """slopes() of one view of a tile of rows."""
     i, j, r, t, delta = i[:, None], j[None, :], r[:, None], view.t[:, None], delta[:, None]
-    return slopes(view.q, k, g, i, j, r, t, delta, inputs, view.head, rule, KIND)
+    return slopes(view.q, k, g, i, j, r, t, delta, inputs, view.head, kernel, KIND)
 
 
 @jit
-def add_to_delta(
-    state, my_side, place, inputs, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_delta(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr
     for rounding.
 
@@ -904,11 +918,11 @@ def add_to_delta(
     dr."""
     sum_w, sum_wg = state
     i, view, _, _, do, r, delta, live = my_side
-    j = start_at(place, live, inputs, rule, c.BN) + tl.arange(0, c.BN)
-    v = load(view.head.v, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]  # (BM, BN)
-    k = load(view.head.k, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
-    w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, rule, KIND)
+    k = load(view.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
@@ -923,13 +937,13 @@ def add_to_view(
     r,  # (BM,)
     delta,  # (BM,)
     inputs,
-    rule: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's
     weights (BM, BN) as well."""
     dq, dt, dtail, dslope = state
-    w, ds, dt_ij = slopes_of_rows(view, k, g, i, j, r, delta, inputs, rule, KIND)
+    w, ds, dt_ij = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     dt += tl.sum(dt_ij, 1)
     i, j = i[:, None], j[None, :]
     if inputs.slope is not None:
@@ -941,31 +955,29 @@ def add_to_view(
 
 
 @jit
-def add_to_rows(
-    state, my_side, place, inputs, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_rows(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows. k is loaded after v is used, to save
     registers."""
     grads, gradsb, dmix = state
     i, view, viewb, mix, do, r, delta, live = my_side
-    j = start_at(place, live, inputs, rule, c.BN) + tl.arange(0, c.BN)
-    v = load(view.head.v, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v))  # (BM, BN)
-    k = load(view.head.k, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
-    grads, _ = add_to_view(grads, view, k, g, i, j, r, delta, inputs, rule, KIND)
+    k = load(view.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    grads, _ = add_to_view(grads, view, k, g, i, j, r, delta, inputs, kernel, KIND)
     if inputs.mix is not None:
-        kb = load(viewb.head.k, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
+        kb = load(viewb.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
         gb = -mix[:, None] * g
-        gradsb, wb = add_to_view(gradsb, viewb, kb, gb, i, j, r, delta, inputs, rule, KIND)
+        gradsb, wb = add_to_view(gradsb, viewb, kb, gb, i, j, r, delta, inputs, kernel, KIND)
         dmix -= tl.sum(wb * g, 1)  # (BM,)
     return grads, gradsb, dmix
 
 
 @jit
-def save_rows(state, inputs, head, DQ, DT, DTail, DSlope, i, c: tl.constexpr):
+def save_rows(state, inputs, head, DQ, DT, DTail, DSlope, i, kernel: tl.constexpr):
     """Save the gradients of one view: of q, and row by row (B, H, T) of t, tail and slope."""
     dq, dt, dtail, dslope = state
-    save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs.T, c.D, c.DP)
+    save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs.T, kernel.D, kernel.DP)
     if inputs.t is not None:
         tl.store(DT + head.rows + i, dt, mask=i < inputs.T)
     if inputs.tail is not None:
@@ -988,70 +1000,67 @@ def backward_rows(
     DMix,  # (B, H/2, T)
     Delta,  # (B, H, T)
     Live,  # (B, heads, row tiles, 2 key tiles + 1)
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
 ):
     """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the
     next kernels."""
-    number, tiles, i, view, viewb, mix = my_rows(inputs, c)
+    number, tiles, i, view, viewb, mix = my_rows(inputs, kernel)
     head = view.head
-    do = load(begin(DO, head.batch, head.out), i, inputs.T, c.E, c.EP, True)  # (BM, EP)
-    r, dr = load_statistic(inputs, head, R, DR, i, rule, c.BM)  # (BM,) each
+    do = load(begin(DO, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
+    r, dr = load_statistic(inputs, head, R, DR, i, kernel)  # (BM,) each
     live = Live
-    if rule.skip:
-        live += number * (2 * tl.cdiv(inputs.T, c.BN) + 1)
-        tiles = live_tiles(tiles, live, c.BN)
-    zero = tl.zeros((c.BM,), tl.float32)
+    if kernel.skip:
+        live += number * (2 * tl.cdiv(inputs.T, kernel.BN) + 1)
+        tiles = live_tiles(tiles, live, kernel.BN)
+    zero = tl.zeros((kernel.BM,), tl.float32)
 
     # delta = (do * U).sum(-1) - dr
     delta = -dr
-    if rule.settle is not None and not rule.plain_sum:  # for a plain sum, only dr counts
-        u = load(begin(U, head.batch, head.out), i, inputs.T, c.E, c.EP, True)  # (BM, EP)
+    if kernel.settle is not None and not kernel.plain_sum:  # for a plain sum, only dr counts
+        u = load(begin(U, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
-    if rule.sum_delta:
+    if kernel.sum_delta:
         my_side = (i, view, viewb, mix, do, r, delta, live)
         state = (zero, zero)
-        sum_w, sum_wg = walk(state, add_to_delta, my_side, tiles, inputs, rule, c, c.BN)
+        sum_w, sum_wg = walk(state, add_to_delta, my_side, tiles, inputs, kernel, kernel.BN)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr  # sum_w of an empty row is 0
-    if rule.settle is not None:
+    if kernel.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients
     my_side = (i, view, viewb, mix, do, r, delta, live)
-    none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
+    none = (tl.zeros((kernel.BM, kernel.DP), tl.float32), zero, zero, zero)
     state = (none, none, zero)
-    grads, gradsb, dmix = walk(state, add_to_rows, my_side, tiles, inputs, rule, c, c.BN)
-    save_rows(grads, inputs, head, DQ, DT, DTail, DSlope, i, c)
+    grads, gradsb, dmix = walk(state, add_to_rows, my_side, tiles, inputs, kernel, kernel.BN)
+    save_rows(grads, inputs, head, DQ, DT, DTail, DSlope, i, kernel)
     if inputs.mix is not None:
-        save_rows(gradsb, inputs, viewb.head, DQ, DT, DTail, DSlope, i, c)
+        save_rows(gradsb, inputs, viewb.head, DQ, DT, DTail, DSlope, i, kernel)
         tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)
 
 
 @jit
-def add_to_keys(
-    state, my_side, place, inputs, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_keys(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys,
     rows)."""
     dk, dv, dkb = state
     j, head, k, headb, kb, v, DO, R, Delta, live = my_side
-    i = start_at(place, live, inputs, rule, c.BM) + tl.arange(0, c.BM)
-    q = load(head.q, i, inputs.T, c.D, c.DP, KIND == MASKED)  # (BM, DP)
-    do = load(DO, i, inputs.T, c.E, c.EP, KIND == MASKED)  # (BM, EP)
+    i = start_at(place, live, inputs, kernel, kernel.BM) + tl.arange(0, kernel.BM)
+    q = load(head.q, i, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
+    do = load(DO, i, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BM, EP)
     g = times(v, tl.trans(do))  # (BN, BM)
-    r, delta = load_statistic(inputs, head, R, Delta, i, rule, c.BM)  # (BM,) each
-    t = load_t(inputs, head, i, c.BM)  # (BM,)
+    r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
+    t = load_t(inputs, head, i, kernel)  # (BM,)
     if inputs.mix is not None:
         mix = load_mix(inputs, head, i)[None, :]  # (1, BM)
-        tb = load_t(inputs, headb, i, c.BM)[None, :]  # (1, BM)
-        qb = load(headb.q, i, inputs.T, c.D, c.DP, KIND == MASKED)  # (BM, DP)
+        tb = load_t(inputs, headb, i, kernel)[None, :]  # (1, BM)
+        qb = load(headb.q, i, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
     if KIND == MASKED:
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
     i, j, r, t, delta = i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :]
-    w, ds, _ = slopes(k, q, g, i, j, r, t, delta, inputs, head, rule, KIND)
+    w, ds, _ = slopes(k, q, g, i, j, r, t, delta, inputs, head, kernel, KIND)
     if inputs.mix is not None:
         gb = -mix * g
-        wb, dsb, _ = slopes(kb, qb, gb, i, j, r, tb, delta, inputs, headb, rule, KIND)
+        wb, dsb, _ = slopes(kb, qb, gb, i, j, r, tb, delta, inputs, headb, kernel, KIND)
         w -= mix * wb
         dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")  # dk of the second view
     dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")  # dv = w.T @ do
@@ -1068,70 +1077,73 @@ def backward_keys(
     DK,  # Matrix (B, H/G, T, D)
     DV,  # Matrix (B, heads/G, T, E)
     Live,  # (B, heads, key tiles, 2 row tiles + 1)
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
 ):
     """One tile of keys: dk and dv, summed over the G query heads that share it."""
-    _, start, head = my_tile(inputs, c.BN, False, inputs.G)
-    tiles = row_tiles(start, inputs, head, c)
-    j = start + tl.arange(0, c.BN)
-    k = load(head.k, j, inputs.T, c.D, c.DP, True)  # (BN, DP)
-    v = load(head.v, j, inputs.T, c.E, c.EP, True)  # (BN, EP)
+    number, start, head = my_tile(inputs, kernel.BN, False, inputs.G)
+    tiles = row_tiles(start, inputs, head, kernel)
+    j = start + tl.arange(0, kernel.BN)
+    k = load(head.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BN, DP)
+    v = load(head.v, j, inputs.T, kernel.E, kernel.EP, True)  # (BN, EP)
     headb, kb = 0, 0
     if inputs.mix is not None:
         headb = second_view(inputs, head)
-        kb = load(headb.k, j, inputs.T, c.D, c.DP, True)  # (BN, DP)
+        kb = load(headb.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BN, DP)
 
     # the gradients
-    dk = tl.zeros((c.BN, c.DP), tl.float32)
-    dv = tl.zeros((c.BN, c.EP), tl.float32)
+    dk = tl.zeros((kernel.BN, kernel.DP), tl.float32)
+    dv = tl.zeros((kernel.BN, kernel.EP), tl.float32)
     dkb = dk
     for n in tl.range(0, inputs.G, disable_licm=True):  # hoisting would cost registers
-        number, _, one = my_tile(inputs, c.BN, False, inputs.G, n)
+        number, start, one = my_tile(inputs, kernel.BN, False, inputs.G, n)
         live, visited = Live, tiles
-        if rule.skip:
-            live += number * (2 * tl.cdiv(inputs.T, c.BM) + 1)
-            visited = live_tiles(tiles, live, c.BM)
+        if kernel.skip:
+            live += number * (2 * tl.cdiv(inputs.T, kernel.BM) + 1)
+            visited = live_tiles(tiles, live, kernel.BM)
         do = begin(DO, one.batch, one.out)
         my_side = (j, one, k, headb, kb, v, do, R, Delta, live)
         state = (dk, dv, dkb)
-        dk, dv, dkb = walk(state, add_to_keys, my_side, visited, inputs, rule, c, c.BM)
+        dk, dv, dkb = walk(state, add_to_keys, my_side, visited, inputs, kernel, kernel.BM)
 
     # save
     dk_of_head = begin(DK, head.batch, head.number // inputs.G)
-    save(dk_of_head, dk * inputs.scale, j, inputs.T, c.D, c.DP)
-    save(begin(DV, head.batch, head.out // inputs.G), dv, j, inputs.T, c.E, c.EP)
+    save(dk_of_head, dk * inputs.scale, j, inputs.T, kernel.D, kernel.DP)
+    save(begin(DV, head.batch, head.out // inputs.G), dv, j, inputs.T, kernel.E, kernel.EP)
     if inputs.mix is not None:
         dk_of_head = begin(DK, head.batch, headb.number)
-        save(dk_of_head, dkb * inputs.scale, j, inputs.T, c.D, c.DP)
+        save(dk_of_head, dkb * inputs.scale, j, inputs.T, kernel.D, kernel.DP)
 
 
 @jit
-def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
+def backward_table(inputs, R, DO, Delta, DTable, diagonals, kernel: tl.constexpr):
     """The table's gradient. In all square tiles (m, m - b) of block diagonal b, equal entries have
     equal distances. So one program adds these tiles up into one, which by_distance() reduces. Dead
     tiles are visited as well: a table covers the distances at which keys matter, so few are
     dead."""
     b = tl.program_id(0) % diagonals
     head = head_of(inputs, tl.program_id(0) // diagonals)
-    row = tl.arange(0, c.BM)
-    total = tl.zeros((c.BM, c.BM), tl.float32)
-    for start in tl.range(b * c.BM, inputs.T, c.BM, num_stages=1):
+    row = tl.arange(0, kernel.BM)
+    total = tl.zeros((kernel.BM, kernel.BM), tl.float32)
+    for start in tl.range(b * kernel.BM, inputs.T, kernel.BM, num_stages=1):
         i = start + row
-        j = i - b * c.BM
-        v = load(head.v, j, inputs.T, c.E, c.EP, True)  # (BM, EP)
-        do = load(begin(DO, head.batch, head.out), i, inputs.T, c.E, c.EP, True)  # (BM, EP)
+        j = i - b * kernel.BM
+        v = load(head.v, j, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
+        do = load(
+            begin(DO, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True
+        )  # (BM, EP)
         g = times(do, tl.trans(v))  # (BM, BM)
         if inputs.mix is not None:  # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1.0, -load_mix(inputs, head, i))[:, None]
-        view = load_view(inputs, head, i, c)
-        k = load(head.k, j, inputs.T, c.D, c.DP, True)  # (BM, DP)
-        r, delta = load_statistic(inputs, head, R, Delta, i, rule, c.BM)  # (BM,) each
+        view = load_view(inputs, head, i, kernel)
+        k = load(head.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BM, DP)
+        r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
-        _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, rule, MASKED)
+        _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
         total += ds
-    at = DTable + tl.program_id(0).to(tl.int64) * c.BM * c.BM  # of (B, H, diagonals, BM, BM)
-    tl.store(at + row[:, None] * c.BM + row[None, :], total)
+    at = (
+        DTable + tl.program_id(0).to(tl.int64) * kernel.BM * kernel.BM
+    )  # of (B, H, diagonals, BM, BM)
+    tl.store(at + row[:, None] * kernel.BM + row[None, :], total)
 
 
 # --------------------------------------------------------------------------------------------- host
@@ -1472,21 +1484,21 @@ def kernel_inputs(call):
     )
 
 
-def launch(kernel, call, args, diagonals=None):
+def launch(function, call, args, diagonals=None):
     """Start a program for each head and tile of rows; for backward_keys tile of keys, for
     backward_table diagonal."""
-    BM, BN, warps, stages = tile_config(kernel.__name__, call)
+    BM, BN, warps, stages = tile_config(function.__name__, call)
     B, H, T, D = call.q.shape
     E = call.v.shape[3]
     heads, tiles = call.heads, count(T, BM)  # see my_tile
-    if kernel is backward_keys:
+    if function is backward_keys:
         heads, tiles = call.heads // call.shared, count(T, BN)
-    if kernel is backward_table:
+    if function is backward_table:
         heads, tiles = H, diagonals
-    tile_sizes = TileSizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    kernel = call.kernel._replace(D=D, DP=padded(D), E=E, EP=padded(E), BM=BM, BN=BN)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     with torch.cuda.device_of(call.q):
-        kernel[(tiles * heads * B,)](*args, call.kernel, tile_sizes, **options)
+        function[(tiles * heads * B,)](*args, kernel, **options)
 
 
 # ---- the backward operator
@@ -1650,19 +1662,16 @@ run_backward.register_autograd(refuse_second_derivative)
 # -------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel, chosen for Triton 3.9 from what tests/test_compile.py
 # prints. It is the largest tile of which two programs fit on a multiprocessor without spilling
-# registers. One program
-# then computes exponentials while the other waits for its products. If no tile allows two, one
-# program
-# has eight warps. A warp needs at least 16 rows, else warps repeat each other's work. (At width
-# 256, in
-# Triton 3.6 and at widths that are not a power of two, some kernels spill.)
+# registers. One program then computes exponentials while the other waits for its products. If no
+# tile allows two, one program has eight warps. A warp needs at least 16 rows, else warps repeat
+# each other's work. (At width 256, in Triton 3.6 and at widths that are not a power of two, some
+# kernels spill.)
 
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
-# (GPU generation, or 0 for float32 on any; width; kind of call). A gap is filled by the next row.
-# The kinds:
+# Keys: GPU generation (0: float32, on any), width, kind of call. A gap is filled by the next row.
+# Kinds: 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and
+# what 1 has
 TILES = {
-    # 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and what 1
-    # has
     (90, 64, 0): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), None),
     (90, 64, 1): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)),
     (90, 64, 2): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (64, 64, 8, 1)),
