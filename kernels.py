@@ -596,21 +596,21 @@ def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr, G=1, n=0):
 
 
 @jit
-def load(matrix, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
+def load(matrix, i, inputs, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
     """Rows i of one head (T, D), zero in the padding. EDGE: some rows may lie beyond T."""
     d = tl.arange(0, DP)
     at = matrix.at + (i[:, None] * matrix.row + d[None, :])
     if EDGE or D < DP:
-        return tl.load(at, mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)  # (rows, DP)
+        return tl.load(at, mask=(i < inputs.T)[:, None] & (d < D)[None, :], other=0.0)  # (rows, DP)
     else:
         return tl.load(at)  # (rows, DP). Without a mask, loads stay wide and asynchronous
 
 
 @jit
-def save(matrix, value, i, T, D: tl.constexpr, DP: tl.constexpr):
+def save(matrix, value, i, inputs, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     at = matrix.at + i[:, None] * matrix.row + d[None, :]
-    mask = (i < T)[:, None] & (d < D)[None, :]
+    mask = (i < inputs.T)[:, None] & (d < D)[None, :]
     tl.store(at, value.to(matrix.at.dtype.element_ty), mask=mask)
 
 
@@ -633,7 +633,7 @@ def load_mix(inputs, head, i):
 
 @jit
 def load_view(inputs, head, i, kernel: tl.constexpr):
-    q = load(head.q, i, inputs.T, kernel.D, kernel.DP, True)  # (BM, DP)
+    q = load(head.q, i, inputs, kernel.D, kernel.DP, True)  # (BM, DP)
     return View(head, q, load_t(inputs, head, i, kernel))
 
 
@@ -647,14 +647,8 @@ def my_rows(inputs, kernel: tl.constexpr):
     if inputs.mix is not None:
         viewb = load_view(inputs, second_view(inputs, head), i, kernel)
         mix = load_mix(inputs, head, i)  # (BM,)
-    return (
-        number,
-        key_tiles(start, inputs, head, kernel),
-        i,
-        load_view(inputs, head, i, kernel),
-        viewb,
-        mix,
-    )
+    view = load_view(inputs, head, i, kernel)
+    return number, key_tiles(start, inputs, head, kernel), i, view, viewb, mix
 
 
 # Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns
@@ -731,7 +725,7 @@ def tile_weights(
     """w, z, u (BM, BN) and r of one tile, and the factor on earlier sums."""
     head = view.head
     j = start + tl.arange(0, kernel.BN)
-    k = load(head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    k = load(head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
     t = view.t[:, None]
     raw, _, s, seen = tile_scores(view.q, k, i[:, None], j[None, :], t, inputs, head, kernel, KIND)
     rescale = 1.0
@@ -776,10 +770,8 @@ def statistic(r, i, view, tiles, inputs, kernel: tl.constexpr):
     if kernel.passes > 1:
         passes_left = kernel.passes - 1
         while passes_left > 0:  # until no row's sum changes by 1e-5
-            state = (r, zero, zero)
-            _, sum_w, sum_z = walk(
-                state, add_to_sums, (i, view, r), tiles, inputs, kernel, kernel.BN
-            )
+            state, at_r = (r, zero, zero), (i, view, r)
+            _, sum_w, sum_z = walk(state, add_to_sums, at_r, tiles, inputs, kernel, kernel.BN)
             refined = kernel.settle(r, view.t, kernel.power, sum_w, sum_z, False)
             passes_left = tl.where(tl.max((refined - r) * sum_z, 0) > 1e-5, passes_left - 1, 0)
             r = refined
@@ -803,7 +795,7 @@ def add_to_output(state, my_side, start, inputs, kernel: tl.constexpr, KIND: tl.
     if kernel.online:
         o *= rescale[:, None]  # rescale to the larger maximum
     j = start + tl.arange(0, kernel.BN)
-    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")  # (BM, EP)
     if kernel.save_u:
         U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")  # (BM, EP)
@@ -836,10 +828,10 @@ def forward(inputs, O, U, R, Alive, kernel: tl.constexpr):
         o /= tl.maximum(sum_w, 1e-30)[:, None]  # r is rounded: sums may miss 1 by 1e-4
 
     # save
-    save(begin(O, head.batch, head.out), o, i, inputs.T, kernel.E, kernel.EP)
+    save(begin(O, head.batch, head.out), o, i, inputs, kernel.E, kernel.EP)
     if kernel.save_u:
         u /= tl.maximum(sum_z, 1e-30)[:, None]
-        save(begin(U, head.batch, head.out), u, i, inputs.T, kernel.E, kernel.EP)
+        save(begin(U, head.batch, head.out), u, i, inputs, kernel.E, kernel.EP)
     if kernel.settle is not None:
         natural = r if kernel.plain_sum else r * (1 / kernel.unit)
         tl.store(R + head.rows + i, natural, mask=i < inputs.T)
@@ -919,9 +911,9 @@ def add_to_delta(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.c
     sum_w, sum_wg = state
     i, view, _, _, do, r, delta, live = my_side
     j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
-    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]  # (BM, BN)
-    k = load(view.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
     w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
@@ -961,12 +953,12 @@ def add_to_rows(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.co
     grads, gradsb, dmix = state
     i, view, viewb, mix, do, r, delta, live = my_side
     j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
-    v = load(view.head.v, j, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v))  # (BM, BN)
-    k = load(view.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
     grads, _ = add_to_view(grads, view, k, g, i, j, r, delta, inputs, kernel, KIND)
     if inputs.mix is not None:
-        kb = load(viewb.head.k, j, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+        kb = load(viewb.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
         gb = -mix[:, None] * g
         gradsb, wb = add_to_view(gradsb, viewb, kb, gb, i, j, r, delta, inputs, kernel, KIND)
         dmix -= tl.sum(wb * g, 1)  # (BM,)
@@ -977,7 +969,7 @@ def add_to_rows(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.co
 def save_rows(state, inputs, head, DQ, DT, DTail, DSlope, i, kernel: tl.constexpr):
     """Save the gradients of one view: of q, and row by row (B, H, T) of t, tail and slope."""
     dq, dt, dtail, dslope = state
-    save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs.T, kernel.D, kernel.DP)
+    save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs, kernel.D, kernel.DP)
     if inputs.t is not None:
         tl.store(DT + head.rows + i, dt, mask=i < inputs.T)
     if inputs.tail is not None:
@@ -1006,7 +998,7 @@ def backward_rows(
     next kernels."""
     number, tiles, i, view, viewb, mix = my_rows(inputs, kernel)
     head = view.head
-    do = load(begin(DO, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
+    do = load(begin(DO, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
     r, dr = load_statistic(inputs, head, R, DR, i, kernel)  # (BM,) each
     live = Live
     if kernel.skip:
@@ -1017,7 +1009,7 @@ def backward_rows(
     # delta = (do * U).sum(-1) - dr
     delta = -dr
     if kernel.settle is not None and not kernel.plain_sum:  # for a plain sum, only dr counts
-        u = load(begin(U, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
+        u = load(begin(U, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if kernel.sum_delta:
         my_side = (i, view, viewb, mix, do, r, delta, live)
@@ -1045,15 +1037,15 @@ def add_to_keys(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.co
     dk, dv, dkb = state
     j, head, k, headb, kb, v, DO, R, Delta, live = my_side
     i = start_at(place, live, inputs, kernel, kernel.BM) + tl.arange(0, kernel.BM)
-    q = load(head.q, i, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
-    do = load(DO, i, inputs.T, kernel.E, kernel.EP, KIND == MASKED)  # (BM, EP)
+    q = load(head.q, i, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
+    do = load(DO, i, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BM, EP)
     g = times(v, tl.trans(do))  # (BN, BM)
     r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
     t = load_t(inputs, head, i, kernel)  # (BM,)
     if inputs.mix is not None:
         mix = load_mix(inputs, head, i)[None, :]  # (1, BM)
         tb = load_t(inputs, headb, i, kernel)[None, :]  # (1, BM)
-        qb = load(headb.q, i, inputs.T, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
+        qb = load(headb.q, i, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
     if KIND == MASKED:
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
     i, j, r, t, delta = i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :]
@@ -1083,12 +1075,12 @@ def backward_keys(
     number, start, head = my_tile(inputs, kernel.BN, False, inputs.G)
     tiles = row_tiles(start, inputs, head, kernel)
     j = start + tl.arange(0, kernel.BN)
-    k = load(head.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BN, DP)
-    v = load(head.v, j, inputs.T, kernel.E, kernel.EP, True)  # (BN, EP)
+    k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BN, DP)
+    v = load(head.v, j, inputs, kernel.E, kernel.EP, True)  # (BN, EP)
     headb, kb = 0, 0
     if inputs.mix is not None:
         headb = second_view(inputs, head)
-        kb = load(headb.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BN, DP)
+        kb = load(headb.k, j, inputs, kernel.D, kernel.DP, True)  # (BN, DP)
 
     # the gradients
     dk = tl.zeros((kernel.BN, kernel.DP), tl.float32)
@@ -1107,11 +1099,11 @@ def backward_keys(
 
     # save
     dk_of_head = begin(DK, head.batch, head.number // inputs.G)
-    save(dk_of_head, dk * inputs.scale, j, inputs.T, kernel.D, kernel.DP)
-    save(begin(DV, head.batch, head.out // inputs.G), dv, j, inputs.T, kernel.E, kernel.EP)
+    save(dk_of_head, dk * inputs.scale, j, inputs, kernel.D, kernel.DP)
+    save(begin(DV, head.batch, head.out // inputs.G), dv, j, inputs, kernel.E, kernel.EP)
     if inputs.mix is not None:
         dk_of_head = begin(DK, head.batch, headb.number)
-        save(dk_of_head, dkb * inputs.scale, j, inputs.T, kernel.D, kernel.DP)
+        save(dk_of_head, dkb * inputs.scale, j, inputs, kernel.D, kernel.DP)
 
 
 @jit
@@ -1127,15 +1119,13 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, kernel: tl.constexpr
     for start in tl.range(b * kernel.BM, inputs.T, kernel.BM, num_stages=1):
         i = start + row
         j = i - b * kernel.BM
-        v = load(head.v, j, inputs.T, kernel.E, kernel.EP, True)  # (BM, EP)
-        do = load(
-            begin(DO, head.batch, head.out), i, inputs.T, kernel.E, kernel.EP, True
-        )  # (BM, EP)
+        v = load(head.v, j, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+        do = load(begin(DO, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
         g = times(do, tl.trans(v))  # (BM, BM)
         if inputs.mix is not None:  # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1.0, -load_mix(inputs, head, i))[:, None]
         view = load_view(inputs, head, i, kernel)
-        k = load(head.k, j, inputs.T, kernel.D, kernel.DP, True)  # (BM, DP)
+        k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BM, DP)
         r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
         _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
