@@ -5,7 +5,8 @@ One chunk takes the state S before it to S' after it. c is the sum of log forget
 began, `end` its last value, and decay_ij = exp(c_i - c_j) for j <= i, otherwise 0. below(..) keeps
 the entries below the diagonal:
 
-    w = (k exp(c)) S + below(k k^T decay) u     what the state returns for each key: from earlier chunks and this one
+    w = (k exp(c)) S + below(k k^T decay) u     what the state returns for each key: from earlier
+                                                chunks and from this one
     u = v - erase w               solved for u: u = X (v - erase (k exp(c)) S), where X = (1 + A)^-1
                                                 and A = erase below(k k^T decay)
     o = (q exp(c)) S + (q k^T decay) u
@@ -21,12 +22,11 @@ A None argument is removed at compile time: c is None without forgetting, erase 
 PyTorch computes the sums c and their gradient. There are no atomic additions, so two runs agree bit
 for bit.
 
-Legend, in addition to mixers/recurrent.py's             shapes in comments
-  C         tokens of a chunk                               (C, ..)   the tokens of one chunk
-  DP       D padded to a power of two                      (.., BD)  a tile of BD columns of q and k
-  X         the inverse, for all chunks                     (.., BE)  a tile of BE columns of v
-  dr        the gradient of v - erase (k exp(c)) S: dv      do, du    the upstream gradients of o and u; dq, .. alike
-  c.C, c.D  in kernels, c is the ChunkSizes                 inputs.c  the sums c above
+Legend, in addition to mixers/recurrent.py's          shapes in comments
+  C         tokens of a chunk                            (C, ..)   the tokens of one chunk
+  DP        D padded to a power of two                   (.., BD)  a tile of BD columns of q and k
+  X         the inverse, for all chunks                  (.., BE)  a tile of BE columns of v
+  dr        the gradient of v - erase (k exp(c)) S: dv   do, du    gradients of o and u; also dq, ..
 """
 
 from typing import Any, NamedTuple
@@ -221,7 +221,11 @@ def load_erase(inputs, head, i):
 
 
 @jit
-def invert(inputs, X, sizes: tl.constexpr):
+def invert(
+    inputs,
+    X,  # (B, H, T, C)
+    sizes: tl.constexpr,
+):
     """X = (1 + A)^-1: from blocks of one token, whose inverse is 1, to blocks of two, four, ...
     tokens.
 
@@ -247,7 +251,13 @@ def invert(inputs, X, sizes: tl.constexpr):
 
 
 @jit
-def scan(inputs, X, U, States, sizes: tl.constexpr):
+def scan(
+    inputs,
+    X,  # (B, H, T, C)
+    U,  # Matrix (B, H, T, E)
+    States,  # (B, H, chunks, D, E)
+    sizes: tl.constexpr,
+):
     """The state before each chunk, and u, for BE columns of v. Without erasing u is v, and U is not
     written."""
     head = head_of(inputs, tl.program_id(0), sizes)
@@ -273,7 +283,13 @@ def scan(inputs, X, U, States, sizes: tl.constexpr):
 
 
 @jit
-def read(inputs, U, States, O, sizes: tl.constexpr):
+def read(
+    inputs,
+    U,  # Matrix (B, H, T, E)
+    States,  # (B, H, chunks, D, E)
+    O,  # (B, H, T, E)
+    sizes: tl.constexpr,
+):
     """o for one chunk and BE columns."""
     head, start, i = my_chunk(inputs, sizes)
     left = tl.program_id(1) * sizes.BE
@@ -293,7 +309,12 @@ def read(inputs, U, States, O, sizes: tl.constexpr):
 
 
 @jit
-def read_back(inputs, DO, DR, sizes: tl.constexpr):
+def read_back(
+    inputs,
+    DO,  # (B, H, T, E)
+    DR,  # (B, H, T, E)
+    sizes: tl.constexpr,
+):
     """The part of du that comes from o of the same chunk, for one chunk and BE columns."""
     head, start, i = my_chunk(inputs, sizes)
     left = tl.program_id(1) * sizes.BE
@@ -305,7 +326,14 @@ def read_back(inputs, DO, DR, sizes: tl.constexpr):
 
 
 @jit
-def scan_back(inputs, X, DO, DR, DStates, sizes: tl.constexpr):
+def scan_back(
+    inputs,
+    X,  # (B, H, T, C)
+    DO,  # (B, H, T, E)
+    DR,  # (B, H, T, E)
+    DStates,  # (B, H, chunks, D, E)
+    sizes: tl.constexpr,
+):
     """The gradient of the state after each chunk, from the last to the first, and dr, which
     replaces du."""
     head = head_of(inputs, tl.program_id(0), sizes)
