@@ -29,7 +29,7 @@ Legend                                              shapes in comments
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
   z         summed for the statistic, besides w     U         sum_j u_ij v_j / sum_j z_ij, often o
   u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i
-  mix       lambda_i of the second view             .b        suffix: of the second view (qb, wb, ..)
+  mix       lambda_i of the second view             .b        of the second view: qb, wb, ..
   power     the rule's power, a constant            kernel    the rule's Kernel, compile time
 """
 
@@ -247,7 +247,7 @@ class Kernel(NamedTuple):
 
     @property
     def cache_key(self):
-        """Part of Triton's cache key. Without it an edited rule would run its old, cached kernel."""
+        """Part of Triton's cache key. Without it an edited rule would run its old cached kernel."""
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
@@ -687,7 +687,7 @@ def tile_scores(
 
     The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are
     (BN, BM)."""
-    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)     (* kernel.unit)
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)  (times unit)
     raw = times(q, tl.trans(k))
     s = raw * (inputs.scale * kernel.unit)
     seen = visible_in_tile(i, j, inputs, head)
