@@ -54,7 +54,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
         MEMORY[22:] = [sum(n < end for n in live) for end in range(len(pairs) + 1)] + live
         tiles = kernels.live_tiles.fn(tiles, 22, size)
 
-    def step(state, my_side, place, inputs, rule, c, kind):
+    def step(state, my_side, place, inputs, rule, kind):
         start = kernels.start_at.fn(place, 22, inputs, rule, size)
         assert start not in found
         found[start] = kind
@@ -64,7 +64,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
             return kernels.MASKED
         return kernels.TABLE if any(i - j < inputs.W for i, j in part) else kernels.FULL
 
-    kernels.walk.fn(None, step, None, tiles, inputs, rule, None, size)
+    kernels.walk.fn(None, step, None, tiles, inputs, rule, size)
     assert found == {
         start: kind(part)
         for start, part in pairs.items()
