@@ -980,10 +980,11 @@ def backward_rows(
 
     # delta = (do * U).sum(-1) - dr
     delta = -dr
-    if kernel.settle is not None and not kernel.plain_sum:  # for a plain sum, only dr counts
-        u = load(begin(U, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
-        delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
     if kernel.settle is not None:
+        if not kernel.plain_sum:  # for a plain sum, only dr counts
+            at = begin(U, head.batch, head.out)
+            u = load(at, i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+            delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients
