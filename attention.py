@@ -41,6 +41,7 @@ from kernels import (
     Kernel,
     const_power,
     jit,
+    log_one_plus,
     logistic,
     real_power,
     tl,
@@ -82,6 +83,7 @@ class Rule(Choice):
     power: Callable | None = None  # args -> the constant power of rules that have one
     # the same rule in Triton; None: the block loop computes it everywhere
     kernel: Kernel | None = None
+    threshold_of: str | None = None  # another rule: the kernel's t is t times that rule's row sum
 
     has_weights = True  # the output is a linear function of the values
 
@@ -359,8 +361,10 @@ RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
 # -------------------------------------------------------------------------------------------- lssar
 # a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),   w_ij = x_ij^power / sum_k x_ik^power
-# The threshold is a share of another sum over the row. The block loop computes it on every device.
-#                                                               Gao & Spratling 2501.13428, eq. 4, 5
+# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s),
+# and w is the softmax
+# of power log x, because x^power overflows.                    Gao & Spratling 2501.13428, eq. 4, 5
+# ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij
 
 
 def lssar(s, seen, t, power=15.0):
@@ -394,11 +398,60 @@ def lssar_threshold(layer, n):
     return torch.where(n > 3, 1 / n, 0.0)[..., None]
 
 
+@jit
+def softplus_weigh(s, r, t, power: tl.constexpr):
+    # w = torch.log(1 + torch.exp(s))
+    w = tl.maximum(s, 0.0) * LN2 + log_one_plus(tl.exp2(-tl.abs(s)))
+    return w, w, w
+
+
+@jit
+def softplus_slope(s, r, t, power: tl.constexpr, g, delta):
+    # ds = torch.sigmoid(s) * (g - delta)
+    ds = logistic(s) * (g - delta)
+    return ds, ds
+
+
+@jit
+def lssar_lift(s, t, power: tl.constexpr):
+    # s = power * torch.log(torch.relu(softplus(s) - t))
+    phi, _, _ = softplus_weigh(s, 0.0, t, power)
+    # no noise if uniform
+    return tl.where(phi > tl.maximum(t * TIE, 1e-30), power * tl.log2(phi - t), float("-inf"))
+
+
+@jit
+def lssar_slope(s, r, t, power: tl.constexpr, g, delta):
+    # x = torch.relu(softplus(s) - t); dx = x**power / torch.exp(r) * (g - delta) * power / x
+    phi, _, _ = softplus_weigh(s, r, t, power)
+    dx = tl.exp2(lssar_lift(s, t, power) - r) * (g - delta) * power / (phi - t)
+    # the limit of lssar_lift; its -inf takes more registers
+    dx = tl.where(phi > tl.maximum(t * TIE, 1e-30), dx, 0.0)
+    # ds = dx * torch.sigmoid(s); dt = -dx.sum(-1)
+    return dx * logistic(s), -dx
+
+
+SOFTPLUS = Kernel(softplus_weigh, softplus_slope, unit=BINARY, heavy=True)  # for the row sum alone
 RULES["lssar"] = Rule(
     args={"power": Constant(15.0, 1.0, 64.0)},
     weights=lssar,
     row_input=lssar_threshold,
     power=lambda args: args["power"],
+    threshold_of="softplus",
+    kernel=Kernel(
+        softmax_weigh,
+        lssar_slope,
+        softmax_settle,
+        lssar_lift,
+        online=True,
+        sum_delta=True,
+        takes_t=True,
+        takes_power=True,
+        power=15.0,
+        unit=BINARY,
+        skip=True,
+        heavy=True,
+    ),
 )
 
 # ----------------------------------------------------------------------------------------- softpick
@@ -829,10 +882,10 @@ def pattern(text):
     return found
 
 
-# kernels.py imports no rule. It gets the kernels of all rules here, and that of a learned power
+# kernels.py imports no rule. It gets the kernels of all rules here, and two that serve other rules
 kernels.offer(
     {name: rule.kernel for name, rule in RULES.items() if rule.kernel}
-    | {"alphamax": ENTMAX._replace(takes_t=True)}
+    | {"softplus": SOFTPLUS, "alphamax": ENTMAX._replace(takes_t=True)}
 )
 
 # ---------------------------------------------------------------------------------------- the layer
@@ -930,6 +983,8 @@ class Attention(Layer):
             starts=sight.starts,
         )
         t = None if t is None else t.squeeze(-1)  # (B, H, R)
+        if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
+            t = t * run(self.rule.threshold_of, row_sum=True)[1]
         if not (mix is None or self.rule.normalizes or need_r) and kernels.holds_two_views(q, v):
             return run(
                 self.config.rule, t=t, power=self.power, mix=mix.squeeze(-1) if mix.dim() else mix

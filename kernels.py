@@ -225,6 +225,8 @@ class Kernel(NamedTuple):
     # passes over the keys before the output pass; from the second on, settle refines r
     passes: int = 0
     save_u: bool = False  # U is not the output: save it as well
+    # slope divides by a small number: compute delta in an extra pass, see add_to_delta
+    sum_delta: bool = False
     plain_sum: bool = False  # the statistic is a plain sum, and the backward pass does not read it
     takes_t: bool = False  # reads t
     with_t: str = ""  # the name of the kernel that is used instead if t is given
@@ -291,6 +293,13 @@ def const_power(x, a: tl.constexpr):  # the same for a constant
         return half * half
     else:
         return const_power(x, a - 1) * tl.maximum(x, 0.0)
+
+
+@jit
+def log_one_plus(e):
+    # torch.log1p(e)                       (for 0 <= e <= 1, where a small e would be lost in 1 + e)
+    series = e * (1 - e * (0.5 - e * (1 / 3 - e * 0.25)))
+    return tl.where(e < 0.015625, series, tl.log2(1 + e) * LN2)
 
 
 @jit
@@ -891,6 +900,25 @@ def slopes_of_rows(
 
 
 @jit
+def add_to_delta(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
+    """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr
+    for rounding.
+
+    If one weight dominates a row, g - delta of its key is almost 0. The rounding of r and o is then
+    large relative to it, and slope amplifies it. So backward_rows adds the mean of g - delta, with
+    the weights of this pass, and subtracts dr once more. The new delta is the mean of g, minus
+    dr."""
+    sum_w, sum_wg = state
+    i, view, _, _, do, r, delta, live = my_side
+    j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
+    g = times(do, tl.trans(v)) - delta[:, None]  # (BM, BN)
+    k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
+    return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
+
+
+@jit
 def add_to_view(
     state,
     view,
@@ -980,11 +1008,16 @@ def backward_rows(
 
     # delta = (do * U).sum(-1) - dr
     delta = -dr
+    if kernel.settle is not None and not kernel.plain_sum:  # for a plain sum, only dr counts
+        at = begin(U, head.batch, head.out)
+        u = load(at, i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+        delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
+    if kernel.sum_delta:
+        my_side = (i, view, viewb, mix, do, r, delta, live)
+        state = (zero, zero)
+        sum_w, sum_wg = walk(state, add_to_delta, my_side, tiles, inputs, kernel, kernel.BN)
+        delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr  # sum_w of an empty row is 0
     if kernel.settle is not None:
-        if not kernel.plain_sum:  # for a plain sum, only dr counts
-            at = begin(U, head.batch, head.out)
-            u = load(at, i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
-            delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients

@@ -27,6 +27,7 @@ PRODUCTS = {
     "elastic": (4, 5),
     "entmax": (9, 5),
     "sparsemax": (9, 5),
+    "lssar": (2, 5),
     "softpick": (2, 5),
     "relu": (2, 5),
     "tra": (2, 5),
@@ -126,6 +127,7 @@ def cases_of(q, k, v):
     # row inputs with the values that a layer gives
     inputs = {
         "elastic": 1 / n,
+        "lssar": torch.ones_like(n),
         "tra": torch.sqrt(2 * n.log() / width),
         "sigmoid": torch.full_like(n, math.log(T)),
     }

@@ -132,12 +132,12 @@ def compiled(case, path=ROOT, **environment):
 # of its own needs only these
 TIGHT = "bfloat16 128 elastic+busy gated_deltanet"
 # the call of each row of the tile tables that needs the most registers
-FULLEST = "softmax+sets elastic+busy entmax+busy tra+mix+busy gated_deltanet deltanet"
+FULLEST = "softmax+sets elastic+busy lssar+busy tra+mix+busy gated_deltanet deltanet"
 MORE = [f"{sm} {TIGHT}" for sm in (86, 89, 100, 120)] + [
     f"{sm} {dtype} {calls}"
     for sm in (80, 90)
     for dtype in ("float32", "bfloat16")
-    for calls in (f"64 {FULLEST}", f"128 {FULLEST}", "256 elastic+busy entmax+busy gla")
+    for calls in (f"64 {FULLEST}", f"128 {FULLEST}", "256 elastic+busy lssar+busy gla")
 ]
 
 

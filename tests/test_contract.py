@@ -45,16 +45,17 @@ EVERY = [
 ]
 every = pytest.mark.parametrize("choices", EVERY)
 # The interpreter needs seconds per kernel, so the default tests have one recipe for each way of
-# calling the kernels: plain; with the statistic; twice as wide; half as many heads; a table; two
-# views in one pass; a row sum to divide by; a state that erases; a state with one key for all
-# heads; one call for each group; a learned slope; two views, too wide for one pass. --all adds the
-# rest
+# calling the kernels: plain; with the statistic; twice as wide; half as many heads; a table; a
+# threshold in row sums; two views in one pass; a row sum to divide by; a state that erases; a state
+# with one key for all heads; one call for each group; a learned slope; two views, too wide for one
+# pass. --all adds the rest
 CALLS = (
     "softmax",
     "kv_bias",
     "streaming",
     "diff",
     "lazy",
+    "lssar",
     "tda",
     "sigmoid_norm",
     "gated_deltanet",
