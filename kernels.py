@@ -29,8 +29,8 @@ Legend                                              shapes in comments
   r, t      row statistic, row input                g         g_ij = do_i . v_j, the gradient of w
   z         summed for the statistic, besides w     U         sum_j u_ij v_j / sum_j z_ij, often o
   u         the weights that U sums                 delta     delta_i = do_i . U_i - dr_i
-  mix       lambda_i of the second view             .b        suffix: of the second view (qb, wb, ..)
-  power     the rule's power, a constant            rule, c   Kernel and TileSizes, compile time
+  mix       lambda_i of the second view             .b        of the second view: qb, wb, ..
+  power     the rule's power, a constant            kernel    the rule's Kernel, compile time
 """
 
 from collections import namedtuple
@@ -267,7 +267,8 @@ def plain_softmax(q, k, v, scale, mask, dropout):
 
 
 class Kernel(NamedTuple):
-    """A rule in Triton: functions of a tile, which attention.py explains, and a few constants."""
+    """A rule in Triton: functions of a tile, which attention.py explains, and a few constants. All
+    are known at compile time."""
 
     weigh: Any  # s, r, t, power -> w (times v), z (summed for the statistic), u (times v, for U)
     slope: Any  # s, r, t, power, g, delta -> ds, and the summand of dt_i
@@ -290,11 +291,18 @@ class Kernel(NamedTuple):
     floor: float = -1e30  # where a running maximum starts: finite, because -inf minus -inf is NaN
     # where all weights of a tile are 0, so is its ds: the backward pass may skip it
     skip: bool = False
-    heavy: bool = False  # needs more registers than most: uses the tiles in HEAVY
+    heavy: bool = False  # needs more registers than most: uses the tiles of kind 2, see TILES
+    # launch() adds the sizes of the heads and tiles, see the legend
+    D: int = 0
+    DP: int = 0
+    E: int = 0
+    EP: int = 0
+    BM: int = 0
+    BN: int = 0
 
     @property
-    # part of Triton's cache key: else an edited rule would run its old, cached kernel
     def cache_key(self):
+        """Part of Triton's cache key. Without it an edited rule would run its old cached kernel."""
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 
@@ -304,14 +312,10 @@ KERNELS = {}  # {name of a rule: Kernel}. Operators of torch accept strings, but
 def offer(kernels):
     """Add rules. A rule without a statistic is added a second time as "name_sum", with the row sum
     as its statistic."""
-    KERNELS.update(kernels)
-    KERNELS.update(
-        {
-            f"{name}_sum": kernel._replace(settle=sum_settle, plain_sum=True)
-            for name, kernel in kernels.items()
-            if kernel.settle is None
-        }
-    )
+    for name, kernel in kernels.items():
+        KERNELS[name] = kernel
+        if kernel.settle is None:
+            KERNELS[f"{name}_sum"] = kernel._replace(settle=sum_settle, plain_sum=True)
 
 
 @jit
@@ -349,9 +353,8 @@ def const_power(x, a: tl.constexpr):  # the same for a constant
 @jit
 def log_one_plus(e):
     # torch.log1p(e)                       (for 0 <= e <= 1, where a small e would be lost in 1 + e)
-    return tl.where(
-        e < 0.015625, e * (1 - e * (0.5 - e * (1 / 3 - e * 0.25))), tl.log2(1 + e) * LN2
-    )
+    series = e * (1 - e * (0.5 - e * (1 / 3 - e * 0.25)))
+    return tl.where(e < 0.015625, series, tl.log2(1 + e) * LN2)
 
 
 @jit
@@ -366,19 +369,22 @@ def logistic(s):
 # A tensor (B, heads, T, width) or (B, heads, T) as one argument of a kernel: a pointer and the
 # strides of its batches, heads and rows. The stride along the width is 1
 Matrix = namedtuple("Matrix", "at batch head row")
-TileSizes = namedtuple("TileSizes", "D DP E EP BM BN")
+# One head of a Matrix: a 64-bit pointer to its first row, and the stride of its rows. Inside a head
+# 32-bit offsets suffice
+HeadMatrix = namedtuple("HeadMatrix", "at row")
 
 
 class Inputs(NamedTuple):
     """What every kernel reads. A None argument is removed at compile time."""
 
-    q: Any  # (B, H, T, D)
-    k: Any  # (B, H/GK, T, D): GK query heads share one key head
-    v: Any  # (B, Hv, T, E): GV heads of the output share one value head
-    t: Any  # (B, H, T) float32 row input, or None
+    q: Matrix  # (B, H, T, D)
+    k: Matrix  # (B, H/GK, T, D): GK query heads share one key head
+    v: Matrix  # (B, Hv, T, E): GV heads of the output share one value head
+    t: Any  # Matrix (B, H, T) float32: the row input, or None
     table: Any  # (H, W) float32, added to the score at distance i - j < W, or None
-    tail_slope: Any  # (H, 2) float32, or None: tail and slope, see tile_scores()
-    mix: Any  # (B, H/2, T) float32, or None: heads 2h and 2h + 1 are views, weighted 1 and -mix
+    tail: Any  # (H,) float32, added to the score at all other distances, or None
+    slope: Any  # (H,) float32: slope (i - j) is added to the score, or None
+    mix: Any  # Matrix (B, H/2, T) float32, or None: heads 2h, 2h + 1 are views, weighted 1, -mix
     sets: Any  # (B, T) int64, or None: bit masks. A row does not see a key that shares a bit
     starts: Any  # (B, T) int32, or None: the first key of the document of each row
     ends: Any  # (B, T) int32, or None: the first row beyond the document of each key
@@ -393,11 +399,22 @@ class Inputs(NamedTuple):
     scale: float
 
 
-# One head: its batch index; its number among the H heads; the number of its output, which two views
-# share; the offset of its rows in a row vector (B, H, T); 64-bit pointers to its matrices (inside a
-# head, 32 bits suffice); its tail and slope
-Head = namedtuple("Head", "batch number out rows q k v tail slope")
+class Head(NamedTuple):
+    """One of the H heads."""
 
+    batch: Any
+    number: Any  # among the H heads
+    out: Any  # number of its output, which two views share
+    rows: Any  # offset of its rows in a tensor (B, H, T)
+    q: HeadMatrix  # (T, D)
+    k: HeadMatrix  # (T, D)
+    v: HeadMatrix  # (T, E)
+    tail: Any
+    slope: Any
+
+
+# A tile of rows of one head: the head, q (BM, DP) and t (BM,). A program handles one or two views
+View = namedtuple("View", "head q t")
 
 # ------------------------------------------------------------------------------------ who sees whom
 # The triangle of tiles. A program of `forward` or `backward_rows` walks along one row of it, a
@@ -407,18 +424,33 @@ Head = namedtuple("Head", "batch number out rows q k v tail slope")
 #
 #     rows   M                  rows   M                #  FULL: no mask is needed, and no key lies
 #            # M                       M M                 within the distance table
-#            # # M                     M # M            M  MASKED: on the diagonal, at the edge of the
-#            # # # M                   M M # M             window, or among the first keys
+#            # # M                     M # M            M  MASKED: on the diagonal, at the edge of
+#            # # # M                   M M # M             the window, or among the first keys
 #            # # # # M                 M . M # M        .  skipped
 #            keys                      keys
 #
+# Between FULL and the diagonal lie TABLE tiles: they need no mask, but have keys within the table.
 # `visible_in_tile` is the mask of one tile; `key_tiles` and `row_tiles` say which tiles are
-# visible. Both return (first, first_end, lo, m, a, b, d, hi): tiles in [a, b) are full. TABLE
-# tiles, those in [m, a) and [b, d), have keys within the distance table, but need no mask. Tiles in
-# [first, first_end), [lo, m) and [d, hi) are masked, and all others are skipped. All but hi are
-# multiples of the tile's size. Packed documents bound a row's keys from below, as a window does.
+# visible. Packed documents bound a row's keys from below, as a window does.
 
-FULL, TABLE, MASKED = (tl.constexpr(kind) for kind in range(3))
+FULL = tl.constexpr(0)
+TABLE = tl.constexpr(1)
+MASKED = tl.constexpr(2)
+
+# Tiles that begin at start, start + size, .. and before end
+Range = namedtuple("Range", "start end")
+
+
+class Tiles(NamedTuple):
+    """The tiles of keys that a tile of rows sees, or the tiles of rows that see a tile of keys.
+
+    first, edge and last follow each other. full and table fill the gap between edge and last."""
+
+    full: Range
+    table: Range
+    first: Range  # MASKED: the first keys
+    edge: Range  # MASKED: the window's edge; of rows, the diagonal
+    last: Range  # MASKED: the diagonal; of rows, the window's edge
 
 
 @jit
@@ -427,15 +459,14 @@ def start_of(i, inputs, head):
     if inputs.starts is None:
         return 0
     else:
-        # as i
-        return tl.load(
-            inputs.starts + head.batch * inputs.T + tl.minimum(tl.maximum(i, 0), inputs.T - 1)
-        )
+        i = tl.minimum(tl.maximum(i, 0), inputs.T - 1)
+        return tl.load(inputs.starts + head.batch * inputs.T + i)  # as i
 
 
 @jit
 def visible_in_tile(i, j, inputs, head):
-    start, seen = start_of(i, inputs, head), j <= i
+    start = start_of(i, inputs, head)
+    seen = j <= i
     if inputs.starts is not None:
         seen &= start <= j
     if inputs.window is not None:
@@ -444,101 +475,134 @@ def visible_in_tile(i, j, inputs, head):
 
 
 @jit
-def key_tiles(i, inputs, head, c: tl.constexpr):
-    """The tiles of keys that rows i .. i+BM-1 see, see above."""
-    hi = tl.minimum(i + c.BM, inputs.T)
-    end = tl.cdiv(hi, c.BN) * c.BN
-    # of the first and of the last row
-    start, last = start_of(i, inputs, head), start_of(hi - 1, inputs, head)
-    first = start // c.BN * c.BN
-    first_end, lo, a = first, first, tl.cdiv(last, c.BN) * c.BN
+def key_tiles(i, inputs, head, kernel: tl.constexpr):
+    """The Tiles of keys that rows i .. i+BM-1 see."""
+    end = tl.minimum(i + kernel.BM, inputs.T)
+    last_start = start_of(end - 1, inputs, head)  # of the last row's document
+    start = start_of(i, inputs, head)  # of the first row's document
+
+    lo = start // kernel.BN * kernel.BN
+    inner = (
+        tl.cdiv(last_start, kernel.BN) * kernel.BN
+    )  # from here on, every row sees every key before it
+    first = Range(lo, lo)
     if inputs.window is not None:
-        first_end = tl.minimum(tl.cdiv(start + inputs.first, c.BN) * c.BN, end)
+        padded_end = tl.cdiv(end, kernel.BN) * kernel.BN
+        first_end = tl.minimum(tl.cdiv(start + inputs.first, kernel.BN) * kernel.BN, padded_end)
         if inputs.starts is not None:
-            first_end = tl.where(inputs.first > 0, first_end, first)
-        lo = tl.maximum(i + 1 - inputs.window, 0) // c.BN * c.BN  # start of the first row's window
-        lo = tl.maximum(lo, first_end)
-        # start of the last row's window
-        a = tl.cdiv(tl.maximum(i + c.BM - inputs.window, last), c.BN) * c.BN
-        a = tl.minimum(tl.maximum(a, lo), end)
-    # with sets, all tiles are masked
-    d = a if inputs.sets is not None else tl.maximum(a, (i + 1) // c.BN * c.BN)
-    b = tl.maximum(a, tl.minimum(d, tl.maximum(i + 1 - inputs.W, 0) // c.BN * c.BN))
-    return first, first_end, lo, a, a, b, d, hi
+            first_end = tl.where(inputs.first > 0, first_end, lo)
+        first = Range(lo, first_end)
+        # where the windows of the first and of the last row start
+        lo = tl.maximum(tl.maximum(i + 1 - inputs.window, 0) // kernel.BN * kernel.BN, first_end)
+        inner = (
+            tl.cdiv(tl.maximum(i + kernel.BM - inputs.window, last_start), kernel.BN) * kernel.BN
+        )
+        inner = tl.minimum(tl.maximum(inner, lo), padded_end)
+
+    diagonal = inner
+    if inputs.sets is None:  # with sets, all tiles are masked
+        diagonal = tl.maximum(inner, (i + 1) // kernel.BN * kernel.BN)
+    table = tl.minimum(diagonal, tl.maximum(i + 1 - inputs.W, 0) // kernel.BN * kernel.BN)
+    table = tl.maximum(inner, table)
+    return Tiles(
+        Range(inner, table), Range(table, diagonal), first, Range(lo, inner), Range(diagonal, end)
+    )
 
 
 @jit
-def row_tiles(j, inputs, head, c: tl.constexpr):
-    """The tiles of rows that see keys j .. j+BN-1, see above."""
-    hi, last = inputs.T, tl.minimum(j + c.BN, inputs.T) - 1
-    b = inputs.T // c.BM * c.BM  # an incomplete last tile needs masks
+def row_tiles(j, inputs, head, kernel: tl.constexpr):
+    """The Tiles of rows that see keys j .. j+BN-1."""
+    last_key = tl.minimum(j + kernel.BN, inputs.T) - 1
+    end = inputs.T  # of the rows that see any of the keys
+    full_end = (
+        inputs.T // kernel.BM * kernel.BM
+    )  # of those that see all; an incomplete last tile needs masks
     if inputs.starts is not None:
         ends = inputs.ends + head.batch * inputs.T
-        hi = tl.load(ends + last)  # ()
-        b = tl.minimum(b, tl.load(ends + j) // c.BM * c.BM)  # ()
+        end = tl.load(ends + last_key)  # ()
+        full_end = tl.minimum(full_end, tl.load(ends + j) // kernel.BM * kernel.BM)  # ()
     if inputs.window is not None:
         # all later rows of the document see its first keys
-        if tl.maximum(j - start_of(last, inputs, head), 0) >= inputs.first:
-            hi = tl.minimum(hi, j + c.BN - 1 + inputs.window)
-        b = tl.minimum(b, (j + inputs.window) // c.BM * c.BM)
-    lo, m = j // c.BM * c.BM, tl.minimum(tl.cdiv(j + c.BN - 1, c.BM), tl.cdiv(hi, c.BM)) * c.BM
-    b = m if inputs.sets is not None else tl.maximum(m, b)  # with sets, all tiles are masked
-    a = tl.minimum(tl.cdiv(j + c.BN - 1 + inputs.W, c.BM) * c.BM, b)
-    return 0, 0, lo, m, a, b, b, hi
+        if tl.maximum(j - start_of(last_key, inputs, head), 0) >= inputs.first:
+            end = tl.minimum(end, j + kernel.BN - 1 + inputs.window)
+        full_end = tl.minimum(full_end, (j + inputs.window) // kernel.BM * kernel.BM)
+
+    lo = j // kernel.BM * kernel.BM
+    table = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM)) * kernel.BM
+    # with sets, all tiles are masked
+    full_end = table if inputs.sets is not None else tl.maximum(table, full_end)
+    full = tl.minimum(tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM, full_end)
+    return Tiles(
+        Range(full, full_end),
+        Range(table, full),
+        Range(0, 0),
+        Range(lo, table),
+        Range(full_end, end),
+    )
 
 
 @jit
 def walk(
-    state,
+    state,  # what the walk sums up
     step: tl.constexpr,
-    my_side,
+    my_side,  # what step needs in every tile: the program's own rows or keys
     tiles,
-    visits,
     inputs,
-    head,
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
     size: tl.constexpr,
 ):
     """state = step(state, ..) for every visible tile: first the many full ones, then those within
-    the table, then the masked ones.
-
-    my_side: what step needs in every tile, the program's own rows or keys. visits: a list of live
-    tiles (see in_order), or None. With a list, only its tiles are visited, and the bounds become
-    indices into it."""
-    first, first_end, lo, m, a, b, d, hi = tiles
-    if visits is not None:
-        first = place_of(visits, first, size) if inputs.starts is not None else 0
-        first_end, lo, m = (
-            place_of(visits, first_end, size),
-            place_of(visits, lo, size),
-            place_of(visits, m, size),
-        )
-        a, b, d = place_of(visits, a, size), place_of(visits, b, size), place_of(visits, d, size)
-        # of the live tiles
-        hi, numbers = place_of(visits, hi, size), visits + tl.cdiv(inputs.T, size) + 1
-    for place in tl.range(a, b, size):
-        start = place if visits is None else tl.load(numbers + place // size) * size  # ()
-        state = step(state, my_side, start, inputs, head, rule, c, FULL)
+    the table, then the masked ones."""
+    for start in tl.range(tiles.full.start, tiles.full.end, size):
+        state = step(state, my_side, start, inputs, kernel, FULL)
     if inputs.table is not None:
-        for n in tl.range(m, d - b + a, size):  # the two ranges, end to end
-            place = tl.where(n < a, n, n - a + b)
-            start = place if visits is None else tl.load(numbers + place // size) * size  # ()
-            state = step(state, my_side, start, inputs, head, rule, c, TABLE)
-    # pipelining costs registers
-    for n in tl.range(first, first_end + (m - lo) + (hi - d), size, num_stages=1):
-        place = tl.where(n < first_end, n, n - first_end + lo)  # the three ranges
-        place = tl.where(place < m, place, place - m + d)
-        start = place if visits is None else tl.load(numbers + place // size) * size  # ()
-        state = step(state, my_side, start, inputs, head, rule, c, MASKED)
+        for start in tl.range(tiles.table.start, tiles.table.end, size):
+            state = step(state, my_side, start, inputs, kernel, TABLE)
+    # One loop over the three masked ranges: a loop for each would triple its code. n counts as if
+    # there were no gaps between the ranges
+    first, edge, last = tiles.first, tiles.edge, tiles.last
+    before_edge = edge.start - first.end
+    before_last = last.start - edge.end
+    end = last.end - before_last - before_edge
+    for n in tl.range(first.start, end, size, num_stages=1):  # pipelining costs registers
+        start = tl.where(n < first.end, n, n + before_edge)
+        start = tl.where(start < edge.end, start, start + before_last)
+        state = step(state, my_side, start, inputs, kernel, MASKED)
     return state
 
 
+# In the backward pass, a walk may visit live tiles only: those with a weight that is not 0. `live`
+# is then the list that in_order() makes: n + 1 counts, how many of the first 0, 1, .., n tiles are
+# alive, and the numbers of the live tiles.
+
+
 @jit
-def place_of(visits, start, size: tl.constexpr):
-    """The index in the list of the first tile that begins at `start` or later, times the tile's
-    size."""
-    return tl.load(visits + tl.cdiv(start, size)) * size  # ()
+def live_range(tiles, live, size: tl.constexpr):
+    """A Range as places in the list, times the tile's size."""
+    start = tl.load(live + tl.cdiv(tiles.start, size)) * size  # ()
+    end = tl.load(live + tl.cdiv(tiles.end, size)) * size  # ()
+    return Range(start, end)
+
+
+@jit
+def live_tiles(tiles, live, size: tl.constexpr):
+    """All ranges of Tiles as places in the list."""
+    return Tiles(
+        live_range(tiles.full, live, size),
+        live_range(tiles.table, live, size),
+        live_range(tiles.first, live, size),
+        live_range(tiles.edge, live, size),
+        live_range(tiles.last, live, size),
+    )
+
+
+@jit
+def start_at(place, live, inputs, kernel: tl.constexpr, size: tl.constexpr):
+    """Where the tile at this place begins: the place itself, if the walk visits all tiles."""
+    start = place
+    if kernel.skip:
+        start = tl.load(live + tl.cdiv(inputs.T, size) + 1 + place // size) * size  # ()
+    return start
 
 
 # ------------------------------------------------------------------------------ loading and scoring
@@ -546,9 +610,8 @@ def place_of(visits, start, size: tl.constexpr):
 
 @jit
 def begin(matrix, batch, head):
-    """The address of a head of this matrix. batch and head are 64-bit numbers: the product may
-    exceed 2^31."""
-    return matrix.at + batch * matrix.batch + head * matrix.head
+    """One head of a matrix. batch and head are 64-bit numbers: the product may exceed 2^31."""
+    return HeadMatrix(matrix.at + batch * matrix.batch + head * matrix.head, matrix.row)
 
 
 @jit
@@ -557,12 +620,19 @@ def head_of(inputs, number):
     batch = (number // inputs.H).to(tl.int64)
     h = (number % inputs.H).to(tl.int64)
     out = h if inputs.mix is None else h // 2
-    tail = tl.load(inputs.tail_slope + 2 * h) if inputs.tail_slope is not None else 0.0  # ()
-    slope = tl.load(inputs.tail_slope + 2 * h + 1) if inputs.tail_slope is not None else 0.0  # ()
+    rows = number.to(tl.int64) * inputs.T
     q = begin(inputs.q, batch, h)
     k = begin(inputs.k, batch, h // inputs.GK)
     v = begin(inputs.v, batch, out // inputs.GV)
-    return Head(batch, h, out, number.to(tl.int64) * inputs.T, q, k, v, tail, slope)
+    tail = tl.load(inputs.tail + h) if inputs.tail is not None else 0.0  # ()
+    slope = tl.load(inputs.slope + h) if inputs.slope is not None else 0.0  # ()
+    return Head(batch, h, out, rows, q, k, v, tail, slope)
+
+
+@jit
+def second_view(inputs, head):
+    """The head of the second view, which follows that of the first."""
+    return head_of(inputs, head.batch * inputs.H + head.number + 1)
 
 
 @jit
@@ -572,70 +642,74 @@ def my_tile(inputs, size: tl.constexpr, REVERSED: tl.constexpr, G=1, n=0):
     in the cache. REVERSED: the last tile first. A program computes both views, if there are two:
     its head is that of the first."""
     tiles = tl.cdiv(inputs.T, size)
-    tile, out = tl.program_id(0) % tiles, tl.program_id(0) // tiles * G + n
-    tile = tiles - 1 - tile if REVERSED else tile
+    tile = tl.program_id(0) % tiles
+    if REVERSED:
+        tile = tiles - 1 - tile
+    out = tl.program_id(0) // tiles * G + n
     head = head_of(inputs, out if inputs.mix is None else 2 * out)
     return (out * tiles + tile).to(tl.int64), tile * size, head
 
 
 @jit
-def load(at, stride, i, T, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
-    """Rows i of a (T, D) matrix, zero in the padding. EDGE: some rows may lie beyond T."""
+def load(matrix, i, inputs, D: tl.constexpr, DP: tl.constexpr, EDGE: tl.constexpr):
+    """Rows i of one head (T, D), zero in the padding. EDGE: some rows may lie beyond T."""
     d = tl.arange(0, DP)
-    at += i[:, None] * stride + d[None, :]
+    at = matrix.at + (i[:, None] * matrix.row + d[None, :])
     if EDGE or D < DP:
-        return tl.load(at, mask=(i < T)[:, None] & (d < D)[None, :], other=0.0)  # (rows, DP)
+        return tl.load(at, mask=(i < inputs.T)[:, None] & (d < D)[None, :], other=0.0)  # (rows, DP)
     else:
         return tl.load(at)  # (rows, DP). Without a mask, loads stay wide and asynchronous
 
 
 @jit
-def save(at, value, stride, i, T, D: tl.constexpr, DP: tl.constexpr):
+def save(matrix, value, i, inputs, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
-    mask = (i < T)[:, None] & (d < D)[None, :]
-    tl.store(at + i[:, None] * stride + d[None, :], value.to(at.dtype.element_ty), mask=mask)
+    at = matrix.at + i[:, None] * matrix.row + d[None, :]
+    mask = (i < inputs.T)[:, None] & (d < D)[None, :]
+    tl.store(at, value.to(matrix.at.dtype.element_ty), mask=mask)
 
 
 @jit
-def load_t(inputs, head, i, SIZE: tl.constexpr):
+def load_t(inputs, head, i, kernel: tl.constexpr):
     """t of rows i. Rows beyond T repeat the last one: with t = 0 a rule might give NaN."""
-    t = tl.zeros((SIZE,), tl.float32)
+    t = tl.zeros((kernel.BM,), tl.float32)
     if inputs.t is not None:
-        # (SIZE,)
-        t = tl.load(
-            begin(inputs.t, head.batch, head.number) + tl.minimum(i, inputs.T - 1) * inputs.t.row
-        )
+        rows = begin(inputs.t, head.batch, head.number)
+        t = tl.load(rows.at + tl.minimum(i, inputs.T - 1) * rows.row)  # (BM,)
     return t
 
 
 @jit
 def load_mix(inputs, head, i):
     """lambda of rows i: the factor on the second view, which is subtracted."""
-    # (rows,)
-    return tl.load(
-        begin(inputs.mix, head.batch, head.out) + tl.minimum(i, inputs.T - 1) * inputs.mix.row
-    )
+    rows = begin(inputs.mix, head.batch, head.out)
+    return tl.load(rows.at + tl.minimum(i, inputs.T - 1) * rows.row)  # (rows,)
 
 
 @jit
-def my_rows(inputs, c: tl.constexpr):
-    """This program's tile of rows: its number, the tiles of keys that it sees, its head, and i, q
-    and t of its rows. Then head, q, t and mix of the second view, or 0 if there is none."""
-    number, start, head = my_tile(inputs, c.BM, True)  # longest rows first: balances the load
-    i = start + tl.arange(0, c.BM)
-    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)  # (BM, DP)
-    t = load_t(inputs, head, i, c.BM)  # (BM,)
-    second = 0
+def load_view(inputs, head, i, kernel: tl.constexpr):
+    q = load(head.q, i, inputs, kernel.D, kernel.DP, True)  # (BM, DP)
+    return View(head, q, load_t(inputs, head, i, kernel))
+
+
+@jit
+def my_rows(inputs, kernel: tl.constexpr):
+    """This program's tile of rows: its number, the tiles of keys that it sees, its rows i, and its
+    view. Then the second view and its factor, or 0 if there is none."""
+    number, start, head = my_tile(inputs, kernel.BM, True)  # longest rows first: balances the load
+    i = start + tl.arange(0, kernel.BM)
+    viewb, mix = 0, 0
     if inputs.mix is not None:
-        headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
-        qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)  # (BM, DP)
-        second = (headb, qb, load_t(inputs, headb, i, c.BM), load_mix(inputs, head, i))
-    return number, key_tiles(start, inputs, head, c), head, i, q, t, second
+        viewb = load_view(inputs, second_view(inputs, head), i, kernel)
+        mix = load_mix(inputs, head, i)  # (BM,)
+    view = load_view(inputs, head, i, kernel)
+    return number, key_tiles(start, inputs, head, kernel), i, view, viewb, mix
 
 
 # Tensor cores would round float32. Without them each thread holds whole rows of a and whole columns
 # of b. If these are long, they do not fit into its registers, so they are cut into pieces.
-LONG, PIECE = tl.constexpr(64), tl.constexpr(32)
+LONG = tl.constexpr(64)
+PIECE = tl.constexpr(32)
 
 
 @jit
@@ -643,8 +717,8 @@ def times(a, b):
     """a @ b in float32, of operands in the dtype of b."""
     if b.dtype == tl.float32 and a.shape[1] > LONG:
         pieces: tl.constexpr = a.shape[1] // PIECE
-        # (pieces, rows, PIECE)
-        a = tl.permute(tl.reshape(a, (a.shape[0], pieces, PIECE)), (1, 0, 2))
+        a = tl.reshape(a, (a.shape[0], pieces, PIECE))
+        a = tl.permute(a, (1, 0, 2))  # (pieces, rows, PIECE)
         b = tl.reshape(b, (pieces, PIECE, b.shape[1]))  # (pieces, PIECE, columns)
         return tl.sum(tl.dot(a, b, input_precision="ieee"), 0)
     else:
@@ -652,15 +726,25 @@ def times(a, b):
 
 
 @jit
-def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
+def tile_scores(
+    q,  # (BM, DP)
+    k,  # (BN, DP)
+    i,  # (BM, 1)
+    j,  # (1, BN)
+    t,  # (BM, 1)
+    inputs,
+    head,
+    kernel: tl.constexpr,
+    KIND: tl.constexpr,
+):
     """Returns q @ k.T (BM, BN), the scores in the rule's unit, the lifted scores that weigh takes,
-    and the mask. i and t are columns (BM, 1), j is a row (1, BN).
+    and the mask.
 
     The tile may be transposed: with k as q, q as k, rows i and t and a column j, the results are
     (BN, BM)."""
-    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)     (* rule.unit)
+    # s = scale * q @ k.T + where(i - j < W, table[i - j], tail) + slope * (i - j)  (times unit)
     raw = times(q, tl.trans(k))
-    s = raw * (inputs.scale * rule.unit)
+    s = raw * (inputs.scale * kernel.unit)
     seen = visible_in_tile(i, j, inputs, head)
     if inputs.sets is not None:
         at = inputs.sets + head.batch * inputs.T
@@ -671,11 +755,11 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.conste
         close = i - j < inputs.W
         at = inputs.table + head.number * inputs.W + (i - j)
         s += tl.where(close, tl.load(at, mask=(i >= j) & close, other=0.0), head.tail)  # as s
-    elif inputs.tail_slope is not None:  # full tiles lie beyond the table
+    elif inputs.tail is not None:  # full tiles lie beyond the table
         s += head.tail
-    if inputs.tail_slope is not None:
+    if inputs.slope is not None:
         s += head.slope * (i.to(tl.float32) - j.to(tl.float32))
-    lifted = s if rule.lift is None else rule.lift(s, t, rule.power)
+    lifted = s if kernel.lift is None else kernel.lift(s, t, kernel.power)
     return raw, s, lifted, seen
 
 
@@ -684,174 +768,194 @@ def tile_scores(q, k, i, j, t, inputs, head, rule: tl.constexpr, KIND: tl.conste
 
 @jit
 def tile_weights(
-    r,
-    q,
-    t,
-    i,
+    r,  # (BM,)
+    view,
+    i,  # (BM,)
     start,
     inputs,
-    head,
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    kernel: tl.constexpr,
     KIND: tl.constexpr,
-    RUNNING: tl.constexpr,
+    RUNNING: tl.constexpr,  # r is the maximum so far, which may rise
 ):
-    """w, z, u and r of one tile, and the factor on earlier sums. RUNNING: r is the maximum so far,
-    which may rise."""
-    j = start + tl.arange(0, c.BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
-    raw, _, s, seen = tile_scores(
-        q, k, i[:, None], j[None, :], t[:, None], inputs, head, rule, KIND
-    )
+    """w, z, u (BM, BN) and r of one tile, and the factor on earlier sums."""
+    head = view.head
+    j = start + tl.arange(0, kernel.BN)
+    k = load(head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    t = view.t[:, None]
+    raw, _, s, seen = tile_scores(view.q, k, i[:, None], j[None, :], t, inputs, head, kernel, KIND)
     rescale = 1.0
     if RUNNING:
         # without biases s is a positive multiple of raw: one product a row, and the scores' own are
         # fused with s - r
-        factor = inputs.scale * rule.unit
-        if not (rule.lift is None and inputs.table is None and inputs.tail_slope is None):
+        factor = inputs.scale * kernel.unit
+        biased = inputs.table is not None or inputs.tail is not None or inputs.slope is not None
+        if biased or kernel.lift is not None:
             raw, factor = s, 1.0
-        top = tl.maximum(
-            r, tl.max(tl.where(seen, raw, float("-inf")) if KIND == MASKED else raw, 1) * factor
-        )
+        if KIND == MASKED:
+            raw = tl.where(seen, raw, float("-inf"))
+        top = tl.maximum(r, tl.max(raw, 1) * factor)
         rescale = tl.exp2(r - top)
         r = top
-    w, z, u = rule.weigh(s, r[:, None], t[:, None], rule.power)
+    w, z, u = kernel.weigh(s, r[:, None], t, kernel.power)
     if KIND == MASKED:  # the mask acts on weights, never on scores: these stay finite
-        w, z, u = tl.where(seen, w, 0.0), tl.where(seen, z, 0.0), tl.where(seen, u, 0.0)
+        w = tl.where(seen, w, 0.0)
+        z = tl.where(seen, z, 0.0)
+        u = tl.where(seen, u, 0.0)
     return w, z, u, r, rescale
 
 
 @jit
-def add_to_sums(
-    state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_sums(state, my_side, start, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """One tile of a pass for the statistic alone: at a fixed r or, if that is None, at the maximum
     so far."""
     r, sum_w, sum_z = state
-    i, q, t, fixed = my_side
-    w, z, _, r, rescale = tile_weights(
-        r, q, t, i, start, inputs, head, rule, c, KIND, fixed is None
-    )
+    i, view, fixed = my_side
+    w, z, _, r, rescale = tile_weights(r, view, i, start, inputs, kernel, KIND, fixed is None)
     return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1)
 
 
 @jit
-def statistic(r, i, q, t, keys, inputs, head, rule: tl.constexpr, c: tl.constexpr):
+def statistic(r, i, view, tiles, inputs, kernel: tl.constexpr):
     """The statistic r of rows, before the output pass, for a rule with passes > 0. The first pass
     gives an r. Each later pass sums up at this r and improves it by a step of Newton's method."""
-    zero = tl.zeros((c.BM,), tl.float32)
-    my_side = (i, q, t, None)
-    r, sum_w, sum_z = walk(
-        (r, zero, zero), add_to_sums, my_side, keys, None, inputs, head, rule, c, c.BN
-    )
-    r = rule.settle(r, t, rule.power, sum_w, sum_z, True)
-    if rule.passes > 1:
-        passes_left = rule.passes - 1
+    zero = tl.zeros((kernel.BM,), tl.float32)
+    state = (r, zero, zero)
+    r, sum_w, sum_z = walk(state, add_to_sums, (i, view, None), tiles, inputs, kernel, kernel.BN)
+    r = kernel.settle(r, view.t, kernel.power, sum_w, sum_z, True)
+    if kernel.passes > 1:
+        passes_left = kernel.passes - 1
         while passes_left > 0:  # until no row's sum changes by 1e-5
-            state, at_r = (r, zero, zero), (i, q, t, r)
-            _, sum_w, sum_z = walk(
-                state, add_to_sums, at_r, keys, None, inputs, head, rule, c, c.BN
-            )
-            refined = rule.settle(r, t, rule.power, sum_w, sum_z, False)
+            state, at_r = (r, zero, zero), (i, view, r)
+            _, sum_w, sum_z = walk(state, add_to_sums, at_r, tiles, inputs, kernel, kernel.BN)
+            refined = kernel.settle(r, view.t, kernel.power, sum_w, sum_z, False)
             passes_left = tl.where(tl.max((refined - r) * sum_z, 0) > 1e-5, passes_left - 1, 0)
             r = refined
     return r
 
 
 @jit
-def add_to_output(
-    state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_output(state, my_side, start, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """One tile of the output pass."""
     r, sum_w, sum_z, o, U = state
-    i, q, t, second, alive = my_side
-    w, z, u, r, rescale = tile_weights(r, q, t, i, start, inputs, head, rule, c, KIND, rule.online)
+    i, view, viewb, mix, alive = my_side
+    w, z, u, r, rescale = tile_weights(r, view, i, start, inputs, kernel, KIND, kernel.online)
     largest = w
     if inputs.mix is not None:
-        headb, qb, tb, mix = second
-        wb, _, _, _, _ = tile_weights(r, qb, tb, i, start, inputs, headb, rule, c, KIND, False)
+        wb, _, _, _, _ = tile_weights(r, viewb, i, start, inputs, kernel, KIND, False)
         largest = tl.maximum(w, wb)  # a weight of either view counts
         w -= mix[:, None] * wb
-    if rule.skip:  # is the tile alive? Rows beyond T do not count
+    if kernel.skip:  # is the tile alive? Rows beyond T do not count
         largest = tl.max(tl.where(i < inputs.T, tl.max(largest, 1), 0.0), 0)
-        tl.store(alive + start // c.BN, (largest > 0).to(tl.int8))
-    if rule.online:
+        tl.store(alive + start // kernel.BN, (largest > 0).to(tl.int8))
+    if kernel.online:
         o *= rescale[:, None]  # rescale to the larger maximum
-    j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    j = start + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     o = tl.dot(w.to(v.dtype), v, o, input_precision="ieee")  # (BM, EP)
-    if rule.save_u:
+    if kernel.save_u:
         U = tl.dot(u.to(v.dtype), v, U, input_precision="ieee")  # (BM, EP)
     return r, sum_w * rescale + tl.sum(w, 1), sum_z * rescale + tl.sum(z, 1), o, U
 
 
 @jit
-def forward(inputs, O, U, R, Alive, rule: tl.constexpr, c: tl.constexpr):
+def forward(inputs, O, U, R, Alive, kernel: tl.constexpr):
     """One tile of rows: o, the statistic r in natural units, U where it is not o, and which tiles
     are alive."""
-    number, keys, head, i, q, t, second = my_rows(inputs, c)
-    # into (B, H, row tiles, key tiles)
-    my_side = (i, q, t, second, Alive + number * tl.cdiv(inputs.T, c.BN))
+    number, tiles, i, view, viewb, mix = my_rows(inputs, kernel)
+    head = view.head
 
     # the statistic, where the output needs it; then the output
-    r = tl.full((c.BM,), rule.floor, tl.float32)
-    if rule.passes:
-        r = statistic(r, i, q, t, keys, inputs, head, rule, c)
-    zero = tl.zeros((c.BM,), tl.float32)
-    empty = tl.zeros((c.BM, c.EP), tl.float32)
+    r = tl.full((kernel.BM,), kernel.floor, tl.float32)
+    if kernel.passes:
+        r = statistic(r, i, view, tiles, inputs, kernel)
+    zero = tl.zeros((kernel.BM,), tl.float32)
+    empty = tl.zeros((kernel.BM, kernel.EP), tl.float32)
     # the compiler removes the sums and U where a rule does not use them
     state = (r, zero, zero, empty, empty)
-    top, sum_w, sum_z, o, u = walk(
-        state, add_to_output, my_side, keys, None, inputs, head, rule, c, c.BN
-    )
-    if rule.settle is not None and not rule.passes:  # statistic and output in one pass
-        r = rule.settle(top, t, rule.power, sum_w, sum_z, True)
-    if rule.online:
+    alive = Alive + number * tl.cdiv(inputs.T, kernel.BN)  # of (B, heads, row tiles, key tiles)
+    my_side = (i, view, viewb, mix, alive)
+    top, sum_w, sum_z, o, u = walk(state, add_to_output, my_side, tiles, inputs, kernel, kernel.BN)
+    if kernel.settle is not None and not kernel.passes:  # statistic and output in one pass
+        r = kernel.settle(top, view.t, kernel.power, sum_w, sum_z, True)
+    if kernel.online:
         o *= tl.exp2(top - r)[:, None]  # rescale from the running maximum to r
-    if rule.passes > 1:
+    if kernel.passes > 1:
         o /= tl.maximum(sum_w, 1e-30)[:, None]  # r is rounded: sums may miss 1 by 1e-4
 
     # save
-    save(begin(O, head.batch, head.out), o, O.row, i, inputs.T, c.E, c.EP)
-    if rule.save_u:
+    save(begin(O, head.batch, head.out), o, i, inputs, kernel.E, kernel.EP)
+    if kernel.save_u:
         u /= tl.maximum(sum_z, 1e-30)[:, None]
-        save(begin(U, head.batch, head.out), u, U.row, i, inputs.T, c.E, c.EP)
-    if rule.settle is not None:
-        tl.store(R + head.rows + i, r if rule.plain_sum else r * (1 / rule.unit), mask=i < inputs.T)
+        save(begin(U, head.batch, head.out), u, i, inputs, kernel.E, kernel.EP)
+    if kernel.settle is not None:
+        natural = r if kernel.plain_sum else r * (1 / kernel.unit)
+        tl.store(R + head.rows + i, natural, mask=i < inputs.T)
 
 
 # ----------------------------------------------------------------------------------------- backward
 
 
 @jit
-def load_row_vectors(inputs, head, R, Delta, i, rule: tl.constexpr, SIZE: tl.constexpr):
-    """r in the rule's unit, t and delta of rows i (dr, if DR is passed as Delta). Rows beyond T
-    repeat the last one, so that every rule stays finite."""
-    r, delta = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
+def load_statistic(inputs, head, R, Delta, i, kernel: tl.constexpr):
+    """r in the rule's unit and delta of rows i (dr, if DR is passed as Delta). Rows beyond T repeat
+    the last one, so that every rule stays finite."""
+    r = tl.zeros((kernel.BM,), tl.float32)
+    delta = tl.zeros((kernel.BM,), tl.float32)
     at = head.rows + tl.minimum(i, inputs.T - 1)
-    if rule.settle is not None:
-        delta = tl.load(Delta + at)  # (SIZE,)
-        if not rule.plain_sum:
-            r = tl.load(R + at) * rule.unit  # (SIZE,)
-    return r, load_t(inputs, head, i, SIZE), delta
+    if kernel.settle is not None:
+        delta = tl.load(Delta + at)  # (BM,)
+        if not kernel.plain_sum:
+            r = tl.load(R + at) * kernel.unit  # (BM,)
+    return r, delta
 
 
 @jit
-def slopes(q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, KIND: tl.constexpr):
-    """Weights, ds and the summands of dt of one tile, which may be transposed as in
+def slopes(
+    q,  # (BM, DP)
+    k,  # (BN, DP)
+    g,  # (BM, BN)
+    i,  # (BM, 1)
+    j,  # (1, BN)
+    r,  # (BM, 1)
+    t,  # (BM, 1)
+    delta,  # (BM, 1)
+    inputs,
+    head,
+    kernel: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Weights, ds and the summands of dt of one tile (BM, BN), which may be transposed as in
     tile_scores()."""
-    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, rule, KIND)
-    w, _, _ = rule.weigh(lifted, r, t, rule.power)
-    ds, dt = rule.slope(s, r, t, rule.power, g, delta)
+    _, s, lifted, seen = tile_scores(q, k, i, j, t, inputs, head, kernel, KIND)
+    w, _, _ = kernel.weigh(lifted, r, t, kernel.power)
+    ds, dt = kernel.slope(s, r, t, kernel.power, g, delta)
     if KIND == MASKED:
-        w, ds, dt = tl.where(seen, w, 0.0), tl.where(seen, ds, 0.0), tl.where(seen, dt, 0.0)
+        w = tl.where(seen, w, 0.0)
+        ds = tl.where(seen, ds, 0.0)
+        dt = tl.where(seen, dt, 0.0)
     return w, ds, dt
 
 
 @jit
-def add_to_delta(
-    state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
+def slopes_of_rows(
+    view,
+    k,  # (BN, DP)
+    g,  # (BM, BN)
+    i,  # (BM,)
+    j,  # (BN,)
+    r,  # (BM,)
+    delta,  # (BM,)
+    inputs,
+    kernel: tl.constexpr,
+    KIND: tl.constexpr,
 ):
+    """slopes() of one view of a tile of rows."""
+    i, j, r, t, delta = i[:, None], j[None, :], r[:, None], view.t[:, None], delta[:, None]
+    return slopes(view.q, k, g, i, j, r, t, delta, inputs, view.head, kernel, KIND)
+
+
+@jit
+def add_to_delta(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile to the sums of w and of w (g - delta), which correct a first delta = do . o - dr
     for rounding.
 
@@ -860,146 +964,151 @@ def add_to_delta(
     the weights of this pass, and subtracts dr once more. The new delta is the mean of g, minus
     dr."""
     sum_w, sum_wg = state
-    i, q, do, r, t, delta, _ = my_side
-    j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    i, view, _, _, do, r, delta, live = my_side
+    j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]  # (BM, BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
-    i, j, r, t, delta = i[:, None], j[None, :], r[:, None], t[:, None], delta[:, None]
-    w, _, _ = slopes(q, k, g, i, j, r, t, delta, inputs, head, rule, KIND)
+    k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
 @jit
 def add_to_view(
-    state, q, k, g, i, j, r, t, delta, inputs, head, rule: tl.constexpr, KIND: tl.constexpr
+    state,
+    view,
+    k,  # (BN, DP)
+    g,  # (BM, BN)
+    i,  # (BM,)
+    j,  # (BN,)
+    r,  # (BM,)
+    delta,  # (BM,)
+    inputs,
+    kernel: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's
-    weights as well."""
+    weights (BM, BN) as well."""
     dq, dt, dtail, dslope = state
-    w, ds, dt_ij = slopes(
-        q, k, g, i, j, r[:, None], t[:, None], delta[:, None], inputs, head, rule, KIND
-    )
+    w, ds, dt_ij = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     dt += tl.sum(dt_ij, 1)
-    if inputs.tail_slope is not None:
+    i, j = i[:, None], j[None, :]
+    if inputs.slope is not None:
         dslope += tl.sum(ds * (i.to(tl.float32) - j.to(tl.float32)), 1)
+    if inputs.tail is not None:
         dtail += tl.sum(tl.where(i - j < inputs.W, 0.0, ds) if KIND != FULL else ds, 1)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # (BM, DP)
     return (dq, dt, dtail, dslope), w
 
 
 @jit
-def add_to_rows(
-    state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_rows(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of keys to the gradients of a tile of rows. k is loaded after v is used, to save
     registers."""
     grads, gradsb, dmix = state
-    i, q, do, r, t, delta, second = my_side
-    j = start + tl.arange(0, c.BN)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, KIND == MASKED)  # (BN, EP)
+    i, view, viewb, mix, do, r, delta, live = my_side
+    j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
+    v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v))  # (BM, BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
-    i, j_row = i[:, None], j[None, :]
-    grads, _ = add_to_view(grads, q, k, g, i, j_row, r, t, delta, inputs, head, rule, KIND)
+    k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
+    grads, _ = add_to_view(grads, view, k, g, i, j, r, delta, inputs, kernel, KIND)
     if inputs.mix is not None:
-        headb, qb, tb, mix = second
-        kb = load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, KIND == MASKED)  # (BN, DP)
+        kb = load(viewb.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
         gb = -mix[:, None] * g
-        gradsb, wb = add_to_view(
-            gradsb, qb, kb, gb, i, j_row, r, tb, delta, inputs, headb, rule, KIND
-        )
+        gradsb, wb = add_to_view(gradsb, viewb, kb, gb, i, j, r, delta, inputs, kernel, KIND)
         dmix -= tl.sum(wb * g, 1)  # (BM,)
     return grads, gradsb, dmix
 
 
 @jit
-def save_rows(state, inputs, head, DQ, DT, DTailSlope, i, c: tl.constexpr):
+def save_rows(state, inputs, head, DQ, DT, DTail, DSlope, i, kernel: tl.constexpr):
+    """Save the gradients of one view: of q, and row by row (B, H, T) of t, tail and slope."""
     dq, dt, dtail, dslope = state
-    save(begin(DQ, head.batch, head.number), dq * inputs.scale, DQ.row, i, inputs.T, c.D, c.DP)
+    save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs, kernel.D, kernel.DP)
     if inputs.t is not None:
         tl.store(DT + head.rows + i, dt, mask=i < inputs.T)
-    if inputs.tail_slope is not None:  # (B, H, 2, T)
-        tl.store(DTailSlope + 2 * head.rows + i, dtail, mask=i < inputs.T)
-        tl.store(DTailSlope + 2 * head.rows + inputs.T + i, dslope, mask=i < inputs.T)
+    if inputs.tail is not None:
+        tl.store(DTail + head.rows + i, dtail, mask=i < inputs.T)
+    if inputs.slope is not None:
+        tl.store(DSlope + head.rows + i, dslope, mask=i < inputs.T)
 
 
 @jit
 def backward_rows(
     inputs,
-    U,
-    R,
-    DO,
-    DR,
-    DQ,
-    DT,
-    DTailSlope,
-    DMix,
-    Delta,
-    Visits,
-    rule: tl.constexpr,
-    c: tl.constexpr,
+    U,  # Matrix (B, heads, T, E)
+    R,  # (B, H, T)
+    DO,  # Matrix (B, heads, T, E)
+    DR,  # (B, H, T)
+    DQ,  # Matrix (B, H, T, D)
+    DT,  # (B, H, T)
+    DTail,  # (B, H, T)
+    DSlope,  # (B, H, T)
+    DMix,  # (B, H/2, T)
+    Delta,  # (B, H, T)
+    Live,  # (B, heads, row tiles, 2 key tiles + 1)
+    kernel: tl.constexpr,
 ):
     """One tile of rows: dq, the gradients of t, tail, slope and mix row by row, and delta for the
     next kernels."""
-    number, keys, head, i, q, _, second = my_rows(inputs, c)
-    do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)  # (BM, EP)
-    r, t, dr = load_row_vectors(inputs, head, R, DR, i, rule, c.BM)  # (BM,) each
-    visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BN) + 1) if rule.skip else None
-    zero = tl.zeros((c.BM,), tl.float32)
+    number, tiles, i, view, viewb, mix = my_rows(inputs, kernel)
+    head = view.head
+    do = load(begin(DO, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+    r, dr = load_statistic(inputs, head, R, DR, i, kernel)  # (BM,) each
+    live = Live
+    if kernel.skip:
+        live += number * (2 * tl.cdiv(inputs.T, kernel.BN) + 1)
+        tiles = live_tiles(tiles, live, kernel.BN)
+    zero = tl.zeros((kernel.BM,), tl.float32)
 
     # delta = (do * U).sum(-1) - dr
     delta = -dr
-    if rule.settle is not None and not rule.plain_sum:  # for a plain sum, only dr counts
-        u = load(begin(U, head.batch, head.out), U.row, i, inputs.T, c.E, c.EP, True)  # (BM, EP)
+    if kernel.settle is not None and not kernel.plain_sum:  # for a plain sum, only dr counts
+        at = begin(U, head.batch, head.out)
+        u = load(at, i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
         delta += tl.sum(do.to(tl.float32) * u.to(tl.float32), 1)
-    if rule.sum_delta:
-        my_side = (i, q, do, r, t, delta, second)
-        sum_w, sum_wg = walk(
-            (zero, zero), add_to_delta, my_side, keys, visits, inputs, head, rule, c, c.BN
-        )
+    if kernel.sum_delta:
+        my_side = (i, view, viewb, mix, do, r, delta, live)
+        state = (zero, zero)
+        sum_w, sum_wg = walk(state, add_to_delta, my_side, tiles, inputs, kernel, kernel.BN)
         delta += sum_wg / tl.maximum(sum_w, 1e-30) - dr  # sum_w of an empty row is 0
-    if rule.settle is not None:
+    if kernel.settle is not None:
         tl.store(Delta + head.rows + i, delta, mask=i < inputs.T)
 
     # the gradients
-    my_side = (i, q, do, r, t, delta, second)
-    none = (tl.zeros((c.BM, c.DP), tl.float32), zero, zero, zero)
-    state = walk(
-        (none, none, zero), add_to_rows, my_side, keys, visits, inputs, head, rule, c, c.BN
-    )
-    grads, gradsb, dmix = state
-    save_rows(grads, inputs, head, DQ, DT, DTailSlope, i, c)
+    my_side = (i, view, viewb, mix, do, r, delta, live)
+    none = (tl.zeros((kernel.BM, kernel.DP), tl.float32), zero, zero, zero)
+    state = (none, none, zero)
+    grads, gradsb, dmix = walk(state, add_to_rows, my_side, tiles, inputs, kernel, kernel.BN)
+    save_rows(grads, inputs, head, DQ, DT, DTail, DSlope, i, kernel)
     if inputs.mix is not None:
-        save_rows(gradsb, inputs, second[0], DQ, DT, DTailSlope, i, c)
-        tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)  # (B, H/2, T)
+        save_rows(gradsb, inputs, viewb.head, DQ, DT, DTail, DSlope, i, kernel)
+        tl.store(DMix + head.rows // 2 + i, dmix, mask=i < inputs.T)
 
 
 @jit
-def add_to_keys(
-    state, my_side, start, inputs, head, rule: tl.constexpr, c: tl.constexpr, KIND: tl.constexpr
-):
+def add_to_keys(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.constexpr):
     """Add one tile of rows to the gradients of a tile of keys. Tiles are transposed: (keys,
     rows)."""
     dk, dv, dkb = state
-    j, k, v, DO, do_row, R, Delta, second = my_side
-    i = start + tl.arange(0, c.BM)
-    q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, KIND == MASKED)  # (BM, DP)
-    do = load(DO, do_row, i, inputs.T, c.E, c.EP, KIND == MASKED)  # (BM, EP)
+    j, head, k, headb, kb, v, DO, R, Delta, live = my_side
+    i = start_at(place, live, inputs, kernel, kernel.BM) + tl.arange(0, kernel.BM)
+    q = load(head.q, i, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
+    do = load(DO, i, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BM, EP)
     g = times(v, tl.trans(do))  # (BN, BM)
-    r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)  # (BM,) each
+    r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
+    t = load_t(inputs, head, i, kernel)  # (BM,)
     if inputs.mix is not None:
-        headb, kb = second
-        mix, tb = load_mix(inputs, head, i)[None, :], load_t(inputs, headb, i, c.BM)  # (BM,) each
-        qb = load(headb.q, inputs.q.row, i, inputs.T, c.D, c.DP, KIND == MASKED)  # (BM, DP)
+        mix = load_mix(inputs, head, i)[None, :]  # (1, BM)
+        tb = load_t(inputs, headb, i, kernel)[None, :]  # (1, BM)
+        qb = load(headb.q, i, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BM, DP)
     if KIND == MASKED:
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
-    i, j, r, delta = i[None, :], j[:, None], r[None, :], delta[None, :]
-    w, ds, _ = slopes(k, q, g, i, j, r, t[None, :], delta, inputs, head, rule, KIND)
+    i, j, r, t, delta = i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :]
+    w, ds, _ = slopes(k, q, g, i, j, r, t, delta, inputs, head, kernel, KIND)
     if inputs.mix is not None:
-        wb, dsb, _ = slopes(
-            kb, qb, -mix * g, i, j, r, tb[None, :], delta, inputs, headb, rule, KIND
-        )
+        gb = -mix * g
+        wb, dsb, _ = slopes(kb, qb, gb, i, j, r, tb, delta, inputs, headb, kernel, KIND)
         w -= mix * wb
         dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")  # dk of the second view
     dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")  # dv = w.T @ do
@@ -1008,70 +1117,79 @@ def add_to_keys(
 
 
 @jit
-def backward_keys(inputs, R, DO, Delta, DK, DV, Visits, rule: tl.constexpr, c: tl.constexpr):
+def backward_keys(
+    inputs,
+    R,  # (B, H, T)
+    DO,  # Matrix (B, heads, T, E)
+    Delta,  # (B, H, T)
+    DK,  # Matrix (B, H/G, T, D)
+    DV,  # Matrix (B, heads/G, T, E)
+    Live,  # (B, heads, key tiles, 2 row tiles + 1)
+    kernel: tl.constexpr,
+):
     """One tile of keys: dk and dv, summed over the G query heads that share it."""
-    number, start, head = my_tile(inputs, c.BN, False, inputs.G)
-    j = start + tl.arange(0, c.BN)
-    k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)  # (BN, DP)
-    v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)  # (BN, EP)
-    second = 0
+    number, start, head = my_tile(inputs, kernel.BN, False, inputs.G)
+    tiles = row_tiles(start, inputs, head, kernel)
+    j = start + tl.arange(0, kernel.BN)
+    k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BN, DP)
+    v = load(head.v, j, inputs, kernel.E, kernel.EP, True)  # (BN, EP)
+    headb, kb = 0, 0
     if inputs.mix is not None:
-        headb = head_of(inputs, head.batch * inputs.H + head.number + 1)
-        second = (headb, load(headb.k, inputs.k.row, j, inputs.T, c.D, c.DP, True))  # (BN, DP)
+        headb = second_view(inputs, head)
+        kb = load(headb.k, j, inputs, kernel.D, kernel.DP, True)  # (BN, DP)
 
     # the gradients
-    rows = row_tiles(start, inputs, head, c)
-    dk, dv = tl.zeros((c.BN, c.DP), tl.float32), tl.zeros((c.BN, c.EP), tl.float32)
+    dk = tl.zeros((kernel.BN, kernel.DP), tl.float32)
+    dv = tl.zeros((kernel.BN, kernel.EP), tl.float32)
     dkb = dk
     for n in tl.range(0, inputs.G, disable_licm=True):  # hoisting would cost registers
-        number, start, one = my_tile(inputs, c.BN, False, inputs.G, n)
-        my_side = (j, k, v, begin(DO, one.batch, one.out), DO.row, R, Delta, second)
-        visits = Visits + number * (2 * tl.cdiv(inputs.T, c.BM) + 1) if rule.skip else None
-        dk, dv, dkb = walk(
-            (dk, dv, dkb), add_to_keys, my_side, rows, visits, inputs, one, rule, c, c.BM
-        )
-    save(
-        begin(DK, head.batch, head.number // inputs.G),
-        dk * inputs.scale,
-        DK.row,
-        j,
-        inputs.T,
-        c.D,
-        c.DP,
-    )
-    save(begin(DV, head.batch, head.out // inputs.G), dv, DV.row, j, inputs.T, c.E, c.EP)
+        number, start, one = my_tile(inputs, kernel.BN, False, inputs.G, n)
+        live, visited = Live, tiles
+        if kernel.skip:
+            live += number * (2 * tl.cdiv(inputs.T, kernel.BM) + 1)
+            visited = live_tiles(tiles, live, kernel.BM)
+        do = begin(DO, one.batch, one.out)
+        my_side = (j, one, k, headb, kb, v, do, R, Delta, live)
+        state = (dk, dv, dkb)
+        dk, dv, dkb = walk(state, add_to_keys, my_side, visited, inputs, kernel, kernel.BM)
+
+    # save
+    dk_of_head = begin(DK, head.batch, head.number // inputs.G)
+    save(dk_of_head, dk * inputs.scale, j, inputs, kernel.D, kernel.DP)
+    save(begin(DV, head.batch, head.out // inputs.G), dv, j, inputs, kernel.E, kernel.EP)
     if inputs.mix is not None:
-        save(
-            begin(DK, head.batch, headb.number), dkb * inputs.scale, DK.row, j, inputs.T, c.D, c.DP
-        )
+        dk_of_head = begin(DK, head.batch, headb.number)
+        save(dk_of_head, dkb * inputs.scale, j, inputs, kernel.D, kernel.DP)
 
 
 @jit
-def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, c: tl.constexpr):
+def backward_table(inputs, R, DO, Delta, DTable, diagonals, kernel: tl.constexpr):
     """The table's gradient. In all square tiles (m, m - b) of block diagonal b, equal entries have
     equal distances. So one program adds these tiles up into one, which by_distance() reduces. Dead
     tiles are visited as well: a table covers the distances at which keys matter, so few are
     dead."""
-    b, head = tl.program_id(0) % diagonals, head_of(inputs, tl.program_id(0) // diagonals)
-    row = tl.arange(0, c.BM)
-    total = tl.zeros((c.BM, c.BM), tl.float32)
-    for start in tl.range(b * c.BM, inputs.T, c.BM, num_stages=1):
+    b = tl.program_id(0) % diagonals
+    head = head_of(inputs, tl.program_id(0) // diagonals)
+    row = tl.arange(0, kernel.BM)
+    total = tl.zeros((kernel.BM, kernel.BM), tl.float32)
+    for start in tl.range(b * kernel.BM, inputs.T, kernel.BM, num_stages=1):
         i = start + row
-        j = i - b * c.BM
-        v = load(head.v, inputs.v.row, j, inputs.T, c.E, c.EP, True)  # (BM, EP)
-        do = load(begin(DO, head.batch, head.out), DO.row, i, inputs.T, c.E, c.EP, True)  # (BM, EP)
-        g = times(do, tl.trans(v))  # (BM, BN)
+        j = i - b * kernel.BM
+        v = load(head.v, j, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+        do = load(begin(DO, head.batch, head.out), i, inputs, kernel.E, kernel.EP, True)  # (BM, EP)
+        g = times(do, tl.trans(v))  # (BM, BM)
         if inputs.mix is not None:  # -mix for the second view
             g *= tl.where(head.number % 2 == 0, 1.0, -load_mix(inputs, head, i))[:, None]
-        q = load(head.q, inputs.q.row, i, inputs.T, c.D, c.DP, True)  # (BM, DP)
-        k = load(head.k, inputs.k.row, j, inputs.T, c.D, c.DP, True)  # (BM, DP)
-        r, t, delta = load_row_vectors(inputs, head, R, Delta, i, rule, c.BM)  # (BM,) each
+        view = load_view(inputs, head, i, kernel)
+        k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BM, DP)
+        r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
-        r, t, delta = r[:, None], t[:, None], delta[:, None]
-        _, ds, _ = slopes(q, k, g, i[:, None], j[None, :], r, t, delta, inputs, head, rule, MASKED)
+        _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
         total += ds
-    at = DTable + tl.program_id(0).to(tl.int64) * c.BM * c.BM  # into (B, H, diagonals, BM, BM)
-    tl.store(at + row[:, None] * c.BM + row[None, :], total)
+    at = (
+        DTable + tl.program_id(0).to(tl.int64) * kernel.BM * kernel.BM
+    )  # of (B, H, diagonals, BM, BM)
+    tl.store(at + row[:, None] * kernel.BM + row[None, :], total)
 
 
 # --------------------------------------------------------------------------------------------- host
@@ -1079,15 +1197,38 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, rule: tl.constexpr, 
 # launches its kernels. torch.compile sees the outputs only. The remaining sums over heads, rows and
 # diagonals are ordinary PyTorch in `differentiate`.
 
-SCHEMA = (
-    "str rule, Tensor q, Tensor k, Tensor v, Tensor? t, Tensor? table, Tensor? tail_slope, Tensor? mix, "
-    "Tensor? sets, Tensor? starts, float scale, SymInt window, SymInt first"
-)
 
+class Call(NamedTuple):
+    """The arguments of both operators. attend() describes them."""
 
-class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(", ")])):
-    """The arguments of the operators, as attend() describes them, except that a rule may name its
-    power, as in "tra:3.0", and that tail_slope (H, 2) holds tail and slope."""
+    rule: str  # may end in its power, as in "tra:3.0"
+    q: Tensor  # (B, H, T, D)
+    k: Tensor  # (B, Hk, T, D)
+    v: Tensor  # (B, Hv, T, E)
+    t: Tensor | None  # (B, H, T)
+    table: Tensor | None  # (H, W)
+    tail: Tensor | None  # (H,)
+    slope: Tensor | None  # (H,)
+    mix: Tensor | None  # (B, H/2, T)
+    sets: Tensor | None  # (B, T)
+    starts: Tensor | None  # (B, T)
+    scale: float
+    window: int
+    first: int
+    learn: bool  # will there be a backward pass?
+    skip: bool
+
+    @property
+    def kernel(self):
+        """The Kernel of the rule. Without a backward pass it saves neither U nor the map of live
+        tiles."""
+        name, _, power = self.rule.partition(":")
+        kernel = KERNELS[name]
+        if power:
+            kernel = kernel._replace(power=float(power))
+        return kernel._replace(
+            save_u=kernel.save_u and self.learn, skip=kernel.skip and self.learn and self.skip
+        )
 
     @property
     def heads(self):
@@ -1104,6 +1245,22 @@ class Call(namedtuple("Call", [argument.split()[1] for argument in SCHEMA.split(
     @property
     def has_window(self):
         return 0 < self.window < self.q.shape[2]
+
+
+# The names of Call's tensors, and the arguments in the language of torch's operators
+TENSORS = [name for name, kind in Call.__annotations__.items() if kind in (Tensor, Tensor | None)]
+TYPES = {
+    str: "str",
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    int: "SymInt",
+    bool: "bool",
+}
+SCHEMA = ", ".join(f"{TYPES[kind]} {name}" for name, kind in Call.__annotations__.items())
+
+# What the backward operator returns, by the name of the argument
+Gradients = namedtuple("Gradients", "q k v t table tail slope mix")
 
 
 def attend(
@@ -1130,8 +1287,8 @@ def attend(
 
     q (B, H, T, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide H.
     t: the row input, broadcastable to (B, H, T). None: 0.
-    table (H, W), tail (H,), slope (H,): the score is scale q.k + slope[h] (i - j), plus table[h, i
-        - j] at distances below W and tail[h] beyond.
+    table (H, W), tail (H,), slope (H,): the score is scale q.k + slope[h] (i - j), plus
+        table[h, i - j] at distances below W and tail[h] beyond.
     window, first: row i sees key j if i - j < window (0: no limit) or j < first.
     row_sum: a rule without a statistic returns the sum of its weights.
     power: replaces the rule's own.
@@ -1140,110 +1297,106 @@ def attend(
         those of the first view minus mix times those of the second. Hv divides H/2, mix broadcasts
         to (B, H/2, T), and the rule must have no statistic.
     sets (B, T) int64: row i sees key j only if they have no bit in common. The output of a row that
-    sees no key is 0. starts (B, T): packed documents. Row i sees no key before starts[:, i];
-    `first` counts from there.
+        sees no key is 0.
+    starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts
+        from there.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a
     statistic that is found by iteration.
     """
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = (part.to(torch.get_autocast_dtype(q.device.type)) for part in (q, k, v))
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = (part.to(torch.get_autocast_dtype(device)) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
-    for bad, why in problems(
-        rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets, starts
-    ):
+    learn = torch.is_grad_enabled()
+    numbers = (scale, window, first, learn, skip)
+    call = Call(rule, q, k, v, t, table, tail, slope, mix, sets, starts, *numbers)
+    for bad, why in problems(call, row_sum, power):
         if bad:
             raise ValueError(why)
 
+    # the same arguments in the form that the kernels read
     B, H, T, _ = q.shape
-    if KERNELS[rule].takes_t:
+    kernel = KERNELS[rule]
+    if kernel.takes_t:
         t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
-    mix = None if mix is None else along_rows(mix, B, H // 2, T)
-    tail_slope = None
-    if tail is not None or slope is not None:
-        nothing = q.new_zeros(H, dtype=torch.float32)
-        tail_slope = torch.stack(
-            [nothing if part is None else part.float() for part in (tail, slope)], 1
-        )
-    table = table.float() if table is not None and table.shape[1] else None
-    rule += ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
-    sets, starts = (
-        None if sets is None else sets.contiguous(),
-        None if starts is None else starts.int().contiguous(),
+    if table is not None and not table.shape[1]:
+        table = None
+    call = call._replace(
+        rule=rule + ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}"),
+        t=t,
+        table=None if table is None else table.float(),
+        tail=None if tail is None else tail.float(),
+        slope=None if slope is None else slope.float(),
+        mix=None if mix is None else along_rows(mix, B, H // 2, T),
+        sets=None if sets is None else sets.contiguous(),
+        starts=None if starts is None else starts.int().contiguous(),
+        scale=float(scale),
+        learn=learn and any(isinstance(part, Tensor) and part.requires_grad for part in call),
     )
-    call = rule, q, k, v, t, table, tail_slope, mix, sets, starts, float(scale), window, first
-    learn = torch.is_grad_enabled() and any(
-        isinstance(part, Tensor) and part.requires_grad for part in call
-    )
-    o, r, *_ = run_forward(*call, learn, skip)
-    rule = kernel_named(rule)
-    if not rule.settle:
+    o, r, *_ = run_forward(*call)
+    if kernel.settle is None and not row_sum:
         return o, None
     # slope already includes how w depends on such an r
-    return o, r.detach() if rule.passes > 1 else r
+    return o, r.detach() if kernel.passes > 1 else r
 
 
-def problems(rule, q, k, v, t, table, tail, slope, scale, row_sum, power, mix, sets, starts):
+def problems(call, row_sum, power):
     """Pairs (condition, error message). Each relies on those before it. PyTorch refuses what does
     not broadcast."""
+    rule, q, k, v = call[:4]
     yield from problems_anywhere(q, k, v)
-    yield not scale > 0, f"scale must be positive, not {scale}: give q the sign"
+    yield not call.scale > 0, f"scale must be positive, not {call.scale}: give q the sign"
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     kernel = KERNELS[rule]
+    without_sum = row_sum and rule + "_sum" not in KERNELS
+    yield without_sum, f"{rule} has no row sum to return: leave out row_sum"
+    without_t = call.t is not None and not kernel.takes_t
+    yield without_t, f"{rule} reads no row input: leave out t"
+    bad_power = power is not None and not (kernel.takes_power and power >= 1)
+    yield bad_power, f"{rule} takes no power {power}: leave it out"
+    views = 1 if call.mix is None else 2
     yield (
-        row_sum and rule + "_sum" not in KERNELS,
-        f"{rule} has no row sum to return: leave out row_sum",
-    )
-    yield t is not None and not kernel.takes_t, f"{rule} reads no row input: leave out t"
-    yield (
-        power is not None and not (kernel.takes_power and power >= 1),
-        f"{rule} takes no power {power}: leave it out",
-    )
-    yield (
-        mix is not None and (row_sum or kernel.settle is not None),
-        (
-            f"mix is for rules without a row statistic: call {rule} once per view and subtract the outputs"
-        ),
+        views == 2 and (row_sum or kernel.settle is not None),
+        f"mix is for rules without a row statistic: call {rule} once per view and subtract the "
+        "outputs",
     )
     a, b, c = shapes = [tuple(part.shape) for part in (q, k, v)]
-    views = 1 if mix is None else 2
-    yield (
-        not (
-            len(a) == len(b) == len(c) == 4
-            and a[::2] == b[::2] == c[::2]
-            and a[3] == b[3]
-            and min(a + b + c) > 0
-            and a[1] % views == 0
-            and a[1] % b[1] == 0
-            and a[1] // views % c[1] == 0
-        ),
-        (
-            f"q (B, H, T, D), k (B, Hk, T, D) and v (B, Hv, T, E) must agree, Hk divide H, and Hv the heads of the output, "
-            f"but they are {shapes}"
-        ),
+    agree = (
+        len(a) == len(b) == len(c) == 4
+        and a[::2] == b[::2] == c[::2]
+        and a[3] == b[3]
+        and min(a + b + c) > 0
+        and a[1] % views == 0
+        and a[1] % b[1] == 0
+        and a[1] // views % c[1] == 0
     )
-    H = q.shape[1]
-    given = [(part, dims) for part, dims in ((table, 2), (tail, 1), (slope, 1)) if part is not None]
     yield (
-        any(part.ndim != dims or len(part) != H for part, dims in given),
-        (f"table must be (H, W), tail and slope (H,), with the {H} heads of q"),
+        not agree,
+        "q (B, H, T, D), k (B, Hk, T, D) and v (B, Hv, T, E) must agree, Hk divide H, and Hv the "
+        f"heads of the output, but they are {shapes}",
+    )
+    H, rows = a[1], a[::2]
+    yield (
+        any(
+            part is not None and (part.ndim != dims or len(part) != H)
+            for part, dims in ((call.table, 2), (call.tail, 1), (call.slope, 1))
+        ),
+        f"table must be (H, W), tail and slope (H,), with the {H} heads of q",
     )
     yield (
         any(
-            x is not None and (x.shape != q.shape[::2] or x.dtype != torch.int64)
-            for x in (sets, starts)
+            part is not None and (part.shape != rows or part.dtype != torch.int64)
+            for part in (call.sets, call.starts)
         ),
-        (f"sets must be (B, T) int64, as starts, with the B and T of q, {tuple(q.shape[::2])}"),
+        f"sets must be (B, T) int64, as starts, with the B and T of q, {rows}",
     )
+    too_wide = max(a[3], c[3]) > 256
+    yield too_wide, "a tile holds heads of width 256 at most: use --kernel=torch"
     yield (
-        max(q.shape[3], v.shape[3]) > 256,
-        "a tile holds heads of width 256 at most: use --kernel=torch",
-    )
-    yield (
-        mix is not None and not holds_two_views(q, v),
-        (
-            f"a tile holds two views of width 128 at most in float32: call {rule} once per view and subtract"
-        ),
+        views == 2 and not holds_two_views(q, v),
+        f"a tile holds two views of width 128 at most in float32: call {rule} once per view and "
+        "subtract",
     )
 
 
@@ -1251,15 +1404,13 @@ def problems_anywhere(q, k, v):
     """The problems of any kernel: its device and its data types."""
     yield (
         not AVAILABLE,
-        (
-            "the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
-            "(or set TRITON_INTERPRET=1 to test them on a CPU)"
-        ),
+        "the kernels need triton and an NVIDIA GPU from Ampere on: use --kernel=torch "
+        "(or set TRITON_INTERPRET=1 to test them on a CPU)",
     )
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     yield (
         not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes,
-        ("q, k and v must share one of float32, float16 and bfloat16"),
+        "q, k and v must share one of float32, float16 and bfloat16",
     )
     yield (
         INTERPRETED and q.dtype == torch.bfloat16,
@@ -1283,13 +1434,6 @@ def along_rows(part, *shape):
     return part if part.stride(2) < 2 else part.contiguous()
 
 
-def kernel_named(rule):
-    """The Kernel of "softmax", or of "tra:3.0" with a power. Operators accept a string, but no
-    Kernel."""
-    name, _, power = rule.partition(":")
-    return KERNELS[name]._replace(power=float(power)) if power else KERNELS[name]
-
-
 def count(T, size):
     return -(-T // size)
 
@@ -1297,36 +1441,34 @@ def count(T, size):
 # ---- the forward operator
 
 
-def unpacked(args):
-    """The arguments as a Call, and its Kernel. Without gradients it saves neither U nor the map of
-    live tiles."""
-    *call, learn, skip = args
-    call = Call(*call)
-    rule = kernel_named(call.rule)
-    return call, rule._replace(save_u=rule.save_u and learn, skip=rule.skip and learn and skip)
-
-
 @torch.library.custom_op(
     "nanoattention::forward",
     mutates_args=(),
-    schema=f"({SCHEMA}, bool learn, bool skip) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def run_forward(*args):
-    (o, r, u, alive), (call, rule) = allocate_forward(*args), unpacked(args)
-    launch(forward, rule, call, (kernel_inputs(call), matrix(o), matrix(u), r, alive))
+    """Returns o (B, heads, T, E), r (B, H, T), U as o, and which tiles are alive, (B, heads, row
+    tiles, key tiles). What the rule does not need is empty."""
+    call = Call(*args)
+    o, r, u, alive = allocate_forward(*args)
+    launch(forward, call, (kernel_inputs(call), matrix(o), matrix(u), r, alive))
     return o, r, u, alive
 
 
 @run_forward.register_fake
 def allocate_forward(*args):
-    call, rule = unpacked(args)
+    call = Call(*args)
+    kernel = call.kernel
     B, H, T, _ = call.q.shape
-    E, (BM, BN, *_) = call.v.shape[-1], tile_config("forward", rule, call)
-    o = rows_of_all_heads(call.q, call.heads, E)
-    u = rows_of_all_heads(call.q, call.heads if rule.save_u else 0, E)
-    r = call.q.new_empty((B, H, T) if rule.settle else (0,), dtype=torch.float32)
+    E = call.v.shape[-1]
+    BM, BN, _, _ = tile_config("forward", call)
     tiles = (B, call.heads, count(T, BM), count(T, BN))
-    return o, r, u, call.q.new_zeros(tiles if rule.skip else (0,), dtype=torch.int8)
+
+    o = rows_of_all_heads(call.q, call.heads, E)
+    r = call.q.new_empty((B, H, T) if kernel.settle else (0,), dtype=torch.float32)
+    u = rows_of_all_heads(call.q, call.heads if kernel.save_u else 0, E)
+    alive = call.q.new_zeros(tiles if kernel.skip else (0,), dtype=torch.int8)
+    return o, r, u, alive
 
 
 def rows_of_all_heads(q, heads, width):
@@ -1345,71 +1487,64 @@ def matrix(tensor, name="a gradient"):
         tensor = tensor if tensor.stride(3) == 1 else tensor.contiguous()
         if (tensor.shape[2] - 1) * tensor.stride(2) + tensor.shape[3] > 2**31:
             raise ValueError(
-                f"one head of {name} spans more than 2^31 elements: call .contiguous() on {name} first"
+                f"one head of {name} spans more than 2^31 elements: "
+                f"call .contiguous() on {name} first"
             )
     return Matrix(tensor, *tensor.stride()[:3])
 
 
 def kernel_inputs(call):
-    """The Inputs of the kernels. Tables are multiplied by the rule's unit here, once, instead of at
+    """The Inputs of the kernels. Biases are multiplied by the rule's unit here, once, instead of at
     every score."""
-    unit, (_, H, T, _) = kernel_named(call.rule).unit, call.q.shape
-    q, k, v = (matrix(part, name) for part, name in ((call.q, "q"), (call.k, "k"), (call.v, "v")))
-    t, mix = (None if part is None else matrix(part) for part in (call.t, call.mix))
-    table, tail_slope = (
-        None if part is None else (part * unit).contiguous()
-        for part in (call.table, call.tail_slope)
-    )
-    GK, GV, W = (
-        H // call.k.shape[1],
-        call.heads // call.v.shape[1],
-        0 if table is None else table.shape[1],
-    )
-    window, ends = call.window if call.has_window else None, None
+    H, T = call.q.shape[1:3]
+
+    def bias(part):
+        return None if part is None else (part * call.kernel.unit).contiguous()
+
+    ends = None
     if call.starts is not None:
-        i = (
-            torch.arange(T, dtype=torch.int32, device=call.q.device)
-            .expand_as(call.starts)
-            .contiguous()
-        )
+        i = torch.arange(T, dtype=torch.int32, device=call.q.device)
+        i = i.expand_as(call.starts).contiguous()
         ends = torch.searchsorted(call.starts, i, right=True, out_int32=True)
     return Inputs(
-        q,
-        k,
-        v,
-        t,
-        table,
-        tail_slope,
-        mix,
-        call.sets,
-        call.starts,
-        ends,
-        H,
-        GK,
-        GV,
-        call.shared,
-        T,
-        W,
-        window,
-        call.first,
-        call.scale,
+        q=matrix(call.q, "q"),
+        k=matrix(call.k, "k"),
+        v=matrix(call.v, "v"),
+        t=None if call.t is None else matrix(call.t),
+        table=bias(call.table),
+        tail=bias(call.tail),
+        slope=bias(call.slope),
+        mix=None if call.mix is None else matrix(call.mix),
+        sets=call.sets,
+        starts=call.starts,
+        ends=ends,
+        H=H,
+        GK=H // call.k.shape[1],
+        GV=call.heads // call.v.shape[1],
+        G=call.shared,
+        T=T,
+        W=0 if call.table is None else call.table.shape[1],
+        window=call.window if call.has_window else None,
+        first=call.first,
+        scale=call.scale,
     )
 
 
-def launch(kernel, rule, call, args, diagonals=None):
+def launch(function, call, args, diagonals=None):
     """Start a program for each head and tile of rows; for backward_keys tile of keys, for
     backward_table diagonal."""
-    BM, BN, warps, stages = tile_config(kernel.__name__, rule, call)
-    tiles = diagonals or count(call.q.shape[2], BN if kernel is backward_keys else BM)
-    heads = call.q.shape[1] if kernel is backward_table else call.heads  # see my_tile
-    heads = heads // call.shared if kernel is backward_keys else heads
-    D, E = call.q.shape[3], call.v.shape[3]
-    tile_sizes = TileSizes(*map(tl.constexpr, (D, padded(D), E, padded(E), BM, BN)))
+    BM, BN, warps, stages = tile_config(function.__name__, call)
+    B, H, T, D = call.q.shape
+    E = call.v.shape[3]
+    heads, tiles = call.heads, count(T, BM)  # see my_tile
+    if function is backward_keys:
+        heads, tiles = call.heads // call.shared, count(T, BN)
+    if function is backward_table:
+        heads, tiles = H, diagonals
+    kernel = call.kernel._replace(D=D, DP=padded(D), E=E, EP=padded(E), BM=BM, BN=BN)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     with torch.cuda.device_of(call.q):
-        grid = (tiles * heads * len(call.q),)
-        kernel[grid](
-            *args, rule, tile_sizes, num_warps=warps, num_stages=stages, enable_fp_fusion=True
-        )
+        function[(tiles * heads * B,)](*args, kernel, **options)
 
 
 # ---- the backward operator
@@ -1418,63 +1553,73 @@ def launch(kernel, rule, call, args, diagonals=None):
 @torch.library.custom_op(
     "nanoattention::backward",
     mutates_args=(),
-    schema=f"({SCHEMA}, Tensor u, Tensor r, Tensor alive, Tensor do, Tensor dr, bool learn_table)"
-    f" -> ({', '.join(['Tensor'] * 7)})",
+    schema=f"({SCHEMA}, Tensor u, Tensor r, Tensor alive, Tensor do, Tensor dr)"
+    f" -> ({', '.join(['Tensor'] * len(Gradients._fields))})",
 )
 def run_backward(*args):
-    grads = dq, dk, dv, dt, dtail_slope, dmix, dtable = allocate_backward(*args)
-    *call, u, r, alive, do, dr, learn_table = args
-    call, rule = unpacked((*call, True, alive.numel() > 0))
-    inputs, delta, do = (
-        kernel_inputs(call),
-        torch.empty_like(r),
-        matrix(do, "the output's gradient"),
-    )
-    dmix = None if call.mix is None else dmix
-    by_rows, by_keys = (
-        visits_of(alive, kernel, rule, call) for kernel in ("backward_rows", "backward_keys")
-    )
-    of_rows = inputs, matrix(u), r, do, dr, matrix(dq), dt, dtail_slope, dmix, delta, by_rows
-    launch(backward_rows, rule, call, of_rows)
-    launch(backward_keys, rule, call, (inputs, r, do, delta, matrix(dk), matrix(dv), by_keys))
-    if learn_table:
+    *call, u, r, alive, do, dr = args
+    call = Call(*call)
+    inputs = kernel_inputs(call)
+    do = matrix(do, "the output's gradient")
+    grads = allocate_backward(*args)
+    dq, dk, dv, dt, dtable, dtail, dslope, dmix = grads
+    delta = torch.empty_like(r)
+    of_rows = matrix(dq), dt, dtail, dslope, dmix, delta
+    live = live_lists(alive, "backward_rows", call)
+    launch(backward_rows, call, (inputs, matrix(u), r, do, dr, *of_rows, live))
+    live = live_lists(alive, "backward_keys", call)
+    launch(backward_keys, call, (inputs, r, do, delta, matrix(dk), matrix(dv), live))
+    if call.table is not None:
         diagonals = dtable.shape[2]
-        launch(backward_table, rule, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
+        launch(backward_table, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
     return grads
 
 
 @run_backward.register_fake
 def allocate_backward(*args):
-    call, learn_table = Call(*args[: len(Call._fields)]), args[-1]
-    q, (B, H, T, D) = call.q, call.q.shape
-    dq, dk = rows_of_all_heads(q, H, D), rows_of_all_heads(q, H // call.shared, D)
-    dv = rows_of_all_heads(q, call.heads // call.shared, call.v.shape[-1])
-    dt = q.new_empty((0,) if call.t is None else (B, H, T), dtype=torch.float32)
-    dtail_slope = q.new_empty(
-        (0,) if call.tail_slope is None else (B, H, 2, T), dtype=torch.float32
+    """Empty gradients: of the table sums of tiles, see backward_table; of tail and slope one for
+    each row. The rest of the work is done by `differentiate`."""
+    call = Call(*args[: len(Call._fields)])
+    B, H, T, D = call.q.shape
+
+    def float32(part, *shape):
+        return call.q.new_empty((0,) if part is None else shape, dtype=torch.float32)
+
+    n, diagonals = 0, 0
+    if call.table is not None:
+        n, *_ = tile_config("backward_table", call)
+        diagonals = visible_diagonals(call, n)
+    return (
+        rows_of_all_heads(call.q, H, D),
+        rows_of_all_heads(call.q, H // call.shared, D),
+        rows_of_all_heads(call.q, call.heads // call.shared, call.v.shape[-1]),
+        float32(call.t, B, H, T),
+        float32(call.table, B, H, diagonals, n, n),
+        float32(call.tail, B, H, T),
+        float32(call.slope, B, H, T),
+        float32(call.mix, B, H // 2, T),
     )
-    dmix = q.new_empty((0,) if call.mix is None else (B, H // 2, T), dtype=torch.float32)
-    shape = (0,)
-    if learn_table:
-        n, *_ = tile_config("backward_table", kernel_named(call.rule), call)
-        shape = (B, H, diagonals_in_sight(call, n), n, n)
-    return dq, dk, dv, dt, dtail_slope, dmix, q.new_empty(shape, dtype=torch.float32)
 
 
-def diagonals_in_sight(call, n):
+def visible_diagonals(call, n):
     """How many block diagonals of n x n tiles contain a visible distance below W."""
     reach = min(call.table.shape[1], call.q.shape[2])
     reach = reach if call.first or not call.window else min(reach, call.window)
     return (reach + n - 2) // n + 1
 
 
-def visits_of(alive, kernel, rule, call):
-    """For every tile of a backward kernel, the list of live tiles on the other side. Empty if all
-    are visited."""
-    if not rule.skip:
+def live_lists(alive, kernel, call):
+    """For every tile of a backward kernel, the list of live tiles on the other side (see in_order).
+    Empty if all are visited.
+
+    alive: (B, heads, row tiles, key tiles) of the forward kernel."""
+    if not call.kernel.skip:
         return alive
-    (BM, BN, *_), (rows, keys, *_) = (tile_config(name, rule, call) for name in ("forward", kernel))
-    alive = resized(resized(alive, 2, call.q.shape[2], BM, rows), 3, call.q.shape[2], BN, keys)
+    T = call.q.shape[2]
+    BM, BN, _, _ = tile_config("forward", call)
+    rows, keys, _, _ = tile_config(kernel, call)
+    alive = resized(alive.mT, T, BM, rows).mT
+    alive = resized(alive, T, BN, keys)
     return in_order(alive if kernel == "backward_rows" else alive.mT)
 
 
@@ -1482,46 +1627,51 @@ def in_order(alive):
     """A map of live tiles (.., n) as lists (.., 2n + 1): first n + 1 counts, how many of the first
     0, 1, .., n tiles are alive; then the numbers of live tiles, ascending. (The numbers of dead
     tiles follow and are never read.)"""
+    counts = F.pad(alive.cumsum(-1), (1, 0))
     numbers = alive.argsort(dim=-1, descending=True, stable=True)
-    return torch.cat([F.pad(alive.cumsum(-1), (1, 0)), numbers], -1).int()
+    return torch.cat([counts, numbers], -1).int()
 
 
-def resized(alive, axis, T, a, b):
-    """Convert a map of tiles of size a to tiles of size b, both powers of two. A tile is alive if
-    any part of it is."""
-    split, join = max(1, a // b), max(1, b // a)
-    alive = (
-        alive.repeat_interleave(split, axis).narrow(axis, 0, count(T, min(a, b))).movedim(axis, -1)
-    )
-    return (
-        F.pad(alive, (0, -alive.shape[-1] % join))
-        .unflatten(-1, (-1, join))
-        .amax(-1)
-        .movedim(-1, axis)
-    )
+def resized(alive, T, a, b):
+    """Convert a map of tiles of size a (.., T/a) to tiles of size b, both powers of two. A tile is
+    alive if any part of it is."""
+    small = min(a, b)
+    alive = alive.repeat_interleave(a // small, -1)[..., : count(T, small)]
+    alive = F.pad(alive, (0, -alive.shape[-1] % (b // small)))
+    return alive.unflatten(-1, (-1, b // small)).amax(-1)
 
 
 # ---- autograd
 
 
 def save_for_backward(ctx, inputs, output):
-    call, rule = unpacked(inputs)
+    call = Call(*inputs)
     o, r, u, alive = output
-    ctx.rule, ctx.numbers = call.rule, call[10:]
-    ctx.save_for_backward(*call[1:10], u if rule.save_u else o, r, alive)
+    tensors = [getattr(call, name) for name in TENSORS]
+    ctx.call = call._replace(**dict.fromkeys(TENSORS))
+    ctx.save_for_backward(*tensors, u if call.kernel.save_u else o, r, alive)
 
 
 def differentiate(ctx, do, dr, *_):
-    q, k, v, t, table, tail_slope, mix, sets, starts, *saved = ctx.saved_tensors
-    tensors = q, k, v, t, table, tail_slope, mix, sets, starts
-    learn_table = table is not None and ctx.needs_input_grad[5]
-    grads = run_backward(ctx.rule, *tensors, *ctx.numbers, *saved, do, dr.contiguous(), learn_table)
-    dq, dk, dv, dt, dtail_slope, dmix, dtable = grads
-    dk, dv = over_groups(dk, k.shape[1]), over_groups(dv, v.shape[1])
-    dt, dmix = None if t is None else dt, None if mix is None else dmix
-    dtail_slope = None if tail_slope is None else dtail_slope.sum((0, 3))  # (H, 2)
-    dtable = by_distance(dtable.sum(0), table.shape[1]) if learn_table else None
-    return None, dq, dk, dv, dt, dtable, dtail_slope, dmix, *[None] * 7
+    *tensors, u, r, alive = ctx.saved_tensors
+    call = ctx.call._replace(**dict(zip(TENSORS, tensors, strict=True)))
+    of = Gradients(*run_backward(*call, u, r, alive, do, dr.contiguous()))
+    grads = {
+        "q": of.q,
+        "k": over_groups(of.k, call.k.shape[1]),
+        "v": over_groups(of.v, call.v.shape[1]),
+    }
+    if call.t is not None:
+        grads["t"] = of.t
+    if call.table is not None:
+        grads["table"] = by_distance(of.table.sum(0), call.table.shape[1])
+    if call.tail is not None:
+        grads["tail"] = of.tail.sum((0, 2))
+    if call.slope is not None:
+        grads["slope"] = of.slope.sum((0, 2))
+    if call.mix is not None:
+        grads["mix"] = of.mix
+    return tuple(grads.get(name) for name in Call._fields)
 
 
 def over_groups(grad, heads):
@@ -1534,14 +1684,10 @@ def by_distance(tiles, W):
     row - col."""
     H, diagonals, n, _ = tiles.shape
     # reverse the keys, append n zeros to each row, and read the rows as 2n - 1 long: each row then
-    # starts one place to the right of the row above, and column m holds the distance b n + m - (n -
-    # 1) in every row
-    skewed = (
-        F.pad(tiles.flip(-1), (0, n))
-        .flatten(2)[..., : n * (2 * n - 1)]
-        .view(H, diagonals, n, 2 * n - 1)
-        .sum(2)
-    )
+    # starts one place to the right of the row above, and column m holds the distance
+    # b n + m - (n - 1) in every row
+    skewed = F.pad(tiles.flip(-1), (0, n)).flatten(2)[..., : n * (2 * n - 1)]
+    skewed = skewed.view(H, diagonals, n, 2 * n - 1).sum(2)
     table = skewed[..., n - 1 :].clone()  # (H, diagonals, n): tile b's distances b n and more
     table[:, :-1, 1:] += skewed[:, 1:, : n - 1]  # plus tile b + 1's distances below (b + 1) n
     table = table.flatten(1)[:, :W]
@@ -1550,7 +1696,8 @@ def by_distance(tiles, W):
 
 def refuse_second_derivative(ctx, *grads):
     raise RuntimeError(
-        "the attention kernels can be differentiated once: use --kernel=torch for second derivatives"
+        "the attention kernels can be differentiated once: use --kernel=torch for second "
+        "derivatives"
     )
 
 
@@ -1561,19 +1708,16 @@ run_backward.register_autograd(refuse_second_derivative)
 # -------------------------------------------------------------------------------------------- tiles
 # (BM, BN, warps, stages) of each kernel, chosen for Triton 3.9 from what tests/test_compile.py
 # prints. It is the largest tile of which two programs fit on a multiprocessor without spilling
-# registers. One program
-# then computes exponentials while the other waits for its products. If no tile allows two, one
-# program
-# has eight warps. A warp needs at least 16 rows, else warps repeat each other's work. (At width
-# 256, in
-# Triton 3.6 and at widths that are not a power of two, some kernels spill.)
+# registers. One program then computes exponentials while the other waits for its products. If no
+# tile allows two, one program has eight warps. A warp needs at least 16 rows, else warps repeat
+# each other's work. (At width 256, in Triton 3.6 and at widths that are not a power of two, some
+# kernels spill.)
 
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
-# (GPU generation, or 0 for float32 on any; width; kind of call). A gap is filled by the next row.
-# The kinds:
+# Keys: GPU generation (0: float32, on any), width, kind of call. A gap is filled by the next row.
+# Kinds: 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and
+# what 1 has
 TILES = {
-    # 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and what 1
-    # has
     (90, 64, 0): ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), None),
     (90, 64, 1): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2), (64, 64, 4, 1)),
     (90, 64, 2): ((64, 32, 4, 2), (64, 32, 4, 2), (32, 64, 4, 1), (64, 64, 8, 1)),
@@ -1614,18 +1758,21 @@ def generation(device):
     return 90 if torch.cuda.get_device_capability(device)[0] in (9, 10) else 80
 
 
-def tile_config(kernel, rule, call):
+def tile_config(kernel, call):
     """(BM, BN, warps, stages) of a kernel in this call."""
     column = COLUMNS.index(kernel)
     if INTERPRETED:
         return SMALL[column]
-    busy = any(part is not None for part in (call.table, call.tail_slope)) or call.has_window
-    kind = 3 + busy if call.mix is not None else 2 if rule.heavy else int(busy)
-    size = (
-        0 if call.q.dtype == torch.float32 else generation(call.q.device),
-        padded(max(64, call.q.shape[-1], call.v.shape[-1])),
-    )
-    rows = (TILES.get((*size, n)) for n in range(kind, 5))
+    biased = any(part is not None for part in (call.table, call.tail, call.slope))
+    busy = biased or call.has_window
+    kind = int(busy)
+    if call.mix is not None:
+        kind = 3 + busy
+    elif call.kernel.heavy:
+        kind = 2
+    device = 0 if call.q.dtype == torch.float32 else generation(call.q.device)
+    width = padded(max(64, call.q.shape[-1], call.v.shape[-1]))
+    rows = [TILES.get((device, width, n)) for n in range(kind, 5)]
     return next(row[column] for row in rows if row and row[column])
 
 

@@ -43,15 +43,19 @@ MEMORY = [0] * 22  # starts and ends of documents, for 11 tokens; a list
 
 def check_walk(tiles, size, pairs, seen, near, inputs, random):
     """A walk visits each tile with a pair in `seen` once. A tile with a pair outside `near` is
-    masked,
-    and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and visit no
-    others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain Python."""
-    found, live, visits = {}, range(len(pairs)), None
-    if random.random() < 0.5:
-        live, visits = [n for n in live if random.random() < 0.7], 22
+    masked, and with sets all are. Half of the walks have a list of live tiles (see `in_order`) and
+    visit no others. pairs: {start of a tile: its pairs}. The code of the kernels runs as plain
+    Python."""
+    found = {}
+    live = range(len(pairs))
+    rule = SimpleNamespace(skip=random.random() < 0.5)
+    if rule.skip:
+        live = [n for n in live if random.random() < 0.7]
         MEMORY[22:] = [sum(n < end for n in live) for end in range(len(pairs) + 1)] + live
+        tiles = kernels.live_tiles.fn(tiles, 22, size)
 
-    def step(state, held, start, inputs, head, rule, c, kind):
+    def step(state, my_side, place, inputs, rule, kind):
+        start = kernels.start_at.fn(place, 22, inputs, rule, size)
         assert start not in found
         found[start] = kind
 
@@ -60,7 +64,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
             return kernels.MASKED
         return kernels.TABLE if any(i - j < inputs.W for i, j in part) else kernels.FULL
 
-    kernels.walk.fn(None, step, None, tiles, visits, inputs, None, None, None, size)
+    kernels.walk.fn(None, step, None, tiles, inputs, rule, size)
     assert found == {
         start: kind(part)
         for start, part in pairs.items()
@@ -69,7 +73,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
 
 
 @mock.patch.object(kernels, "start_of", kernels.start_of.fn)
-@mock.patch.object(kernels, "place_of", kernels.place_of.fn)
+@mock.patch.object(kernels, "live_range", kernels.live_range.fn)
 @mock.patch.object(
     kernels,
     "tl",
@@ -96,7 +100,9 @@ def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
         (None, True),
         (False, True),
     ):
-        begins = [0, *random.sample(range(1, T), random.randrange(T))] if packed else [0]
+        begins = [0]
+        if packed:
+            begins += random.sample(range(1, T), random.randrange(T))
         starts = [max(begin for begin in begins if begin <= i) for i in range(T)]
         MEMORY[:22] = starts + [min([n for n in begins if n > i], default=T) for i in range(T)]
         inputs = SimpleNamespace(
@@ -113,43 +119,29 @@ def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
         past = [(i, j) for i in range(T + 3) for j in range(starts[min(i, T - 1)], i + 1)]
         near = {(i, j) for i, j in past if not window or i - j < window}
         seen = {(i, j) for i, j in past if i < T and ((i, j) in near or j - starts[i] < first)}
-        assert seen == {
-            (i, j)
-            for i, j in itertools.product(range(T), range(T))
-            if kernels.visible_in_tile.fn(i, j, inputs, head)
-        }
-        tiles = {
-            (i, j): [*itertools.product(range(i, i + BM), range(j, j + BN))]
-            for i in range(0, T, BM)
-            for j in range(0, T, BN)
-        }
+        square = itertools.product(range(T), range(T))
+        visible = kernels.visible_in_tile.fn
+        assert seen == {(i, j) for i, j in square if visible(i, j, inputs, head)}
+
+        def pairs(i, j, BM=BM, BN=BN):
+            return [*itertools.product(range(i, i + BM), range(j, j + BN))]
+
         for i in range(0, T, BM):
-            ahead = range(starts[i], starts[i] + first) if window else ()
-            check_walk(
-                kernels.key_tiles.fn(i, inputs, head, c),
-                BN,
-                {j: tiles[i, j] for j in range(0, T, BN)},
-                seen,
-                {(n, j) for n, j in near if j not in ahead},
-                inputs,
-                random,
-            )
-        near = {(i, j) for i, j in near if i < T}
+            first_keys = range(starts[i], starts[i] + first) if window else ()
+            unmasked = {(n, j) for n, j in near if j not in first_keys}
+            row = {j: pairs(i, j) for j in range(0, T, BN)}
+            tiles = kernels.key_tiles.fn(i, inputs, head, c)
+            check_walk(tiles, BN, row, seen, unmasked, inputs, random)
+        unmasked = {(i, j) for i, j in near if i < T}
         for j in range(0, T, BN):
-            check_walk(
-                kernels.row_tiles.fn(j, inputs, head, c),
-                BM,
-                {i: tiles[i, j] for i in range(0, T, BM)},
-                seen,
-                near,
-                inputs,
-                random,
-            )
+            column = {i: pairs(i, j) for i in range(0, T, BM)}
+            tiles = kernels.row_tiles.fn(j, inputs, head, c)
+            check_walk(tiles, BM, column, seen, unmasked, inputs, random)
         call = SimpleNamespace(
             table=torch.empty(1, W), q=torch.empty(1, 1, T, 1), window=window or 0, first=first
         )
         apart = max((i // BM - j // BM for i, j in seen if i - j < W), default=0)
-        assert kernels.diagonals_in_sight(call, BM) > apart
+        assert kernels.visible_diagonals(call, BM) > apart
 
 
 def draw(
@@ -184,16 +176,21 @@ def draw(
             return normal(B, count, T, width, dtype=dtype)
         return normal(B, T, count, 2, width, dtype=dtype)[:, :, :, 1].transpose(1, 2)
 
-    E, Hv, options = E or D, Hv or (H if mix is None else H // 2), {"scale": D**-0.5} | options
-    n = reference.visible(
-        reference.distances(T, T, DEVICE), options.get("window", 0), options.get("first", 0)
-    ).sum(-1)
+    E = E or D
+    Hv = Hv or (H if mix is None else H // 2)
+    options = {"scale": D**-0.5} | options
+    distance = reference.distances(T, T, DEVICE)
+    seen = reference.visible(distance, options.get("window", 0), options.get("first", 0))
+    n = seen.sum(-1)
     x = dict(zip("qk", shaped(scores, heads(H, D), heads(Hk or H, D)), strict=True))
     # strided: the stride of the last axis of v is not 1 either
-    x |= {"v": normal(B, Hv, E, T, dtype=dtype).mT if strided else heads(Hv, E)}
-    x |= {"table": normal(H, W)} if W else {}
-    x |= {"tail": normal(H)} if tail else {}
-    x |= {"slope": 0.1 * normal(H)} if slope else {}
+    x["v"] = normal(B, Hv, E, T, dtype=dtype).mT if strided else heads(Hv, E)
+    if W:
+        x["table"] = normal(H, W)
+    if tail:
+        x["tail"] = normal(H)
+    if slope:
+        x["slope"] = 0.1 * normal(H)
     if rule == "elastic":  # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / n
     if rule in ("sigmoid", "tra"):
@@ -205,7 +202,9 @@ def draw(
             name: options[name] for name in ("scale", "window", "first", "sets") if name in options
         }
         x["t"] = kernels.attend("softplus", **x, **more, row_sum=True)[1] * (n > 3) / n
-    return x | ({} if mix is None else {"mix": 0.5 + 0.3 * normal(*mix)}), options
+    if mix is not None:
+        x["mix"] = 0.5 + 0.3 * normal(*mix)
+    return x, options
 
 
 def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
@@ -214,22 +213,17 @@ def outputs_and_gradients(attend, rule, x, options, upstream=(), dtype=None):
     leaves = {
         name: part.detach().to(dtype or part.dtype).requires_grad_() for name, part in x.items()
     }
-    outputs = [
-        part
-        for part in attend(rule, **leaves, **options)
-        if part is not None and part.requires_grad
-    ]
+    outputs = attend(rule, **leaves, **options)
+    outputs = [part for part in outputs if part is not None and part.requires_grad]
     g = dice(7)
     upstream = upstream or [torch.randn(out.shape, generator=g).to(DEVICE) for out in outputs]
-    torch.autograd.backward(
-        outputs, [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)]
-    )
-    assert all(
-        part.grad.shape == part.shape and part.grad.dtype == part.dtype for part in leaves.values()
-    )
-    return dict(zip("or", outputs, strict=False)) | {
-        "d" + name: part.grad for name, part in leaves.items()
-    }
+    upstream = [up.to(out.dtype) for up, out in zip(upstream, outputs, strict=False)]
+    torch.autograd.backward(outputs, upstream)
+    found = dict(zip("or", outputs, strict=False))
+    for name, part in leaves.items():
+        assert part.grad.shape == part.shape and part.grad.dtype == part.dtype
+        found["d" + name] = part.grad
+    return found
 
 
 def rms(x):
@@ -240,39 +234,40 @@ def dense_gradients(rule, x, options, upstream, dtype=None, more=0.0):
     """Outputs and gradients of the dense form; also of single terms: the scores, t and mix expanded
     to all rows. more: another term of the scores."""
     B, H, T, _ = x["q"].shape
-    few = {name: x[name] for name in ("t", "mix") if name in x}
-    spread = {name: part.expand(B, H // 2 if name == "mix" else H, T) for name, part in few.items()}
-    spread["more"] = torch.zeros(H, T, T, device=DEVICE) + more
-    grads = outputs_and_gradients(
-        reference.attend_by_rule, rule, x | spread, options, upstream, dtype
-    )
-    terms = {"ds": grads.pop("dmore").double()} | {
-        "d" + name: grads["d" + name].double() for name in few
-    }
-    return grads | {
-        "d" + name: grads["d" + name].sum_to_size(part.shape) for name, part in few.items()
-    }, terms
+    spread = {"more": torch.zeros(H, T, T, device=DEVICE) + more}
+    if "t" in x:
+        spread["t"] = x["t"].expand(B, H, T)
+    if "mix" in x:
+        spread["mix"] = x["mix"].expand(B, H // 2, T)
+    dense = reference.attend_by_rule
+    grads = outputs_and_gradients(dense, rule, x | spread, options, upstream, dtype)
+    terms = {"ds": grads.pop("dmore").double()}
+    for name in ("t", "mix"):
+        if name in x:
+            terms["d" + name] = grads["d" + name].double()
+            grads["d" + name] = grads["d" + name].sum_to_size(x[name].shape)
+    return grads, terms
 
 
 def roots_of_squares(terms, x):
     """(sum of squares)^1/2 of the gradient's terms, for each input that serves many rows or scores.
     Their sum would be this large if signs were random. Where the terms cancel, rounding errors
     still have this size."""
-    ds, T, W = terms["ds"].tril(), x["q"].shape[2], x["table"].shape[1] if "table" in x else 0
-    distance = torch.arange(T, device=DEVICE)[:, None] - torch.arange(T, device=DEVICE)
+    ds = terms["ds"].tril()  # (H, T, T)
+    T = x["q"].shape[2]
+    W = x["table"].shape[1] if "table" in x else 0
+    i = torch.arange(T, device=DEVICE)
+    distance = i[:, None] - i
     squares = {
-        "d" + name: terms["d" + name].pow(2).sum_to_size(x[name].shape)
-        for name in ("t", "mix")
-        if name in x
-    }
-    squares |= {
         "dtail": (ds * (distance >= W)).pow(2).sum((1, 2)),
         "dslope": (ds * distance).pow(2).sum((1, 2)),
     }
+    for name in ("t", "mix"):
+        if name in x:
+            squares["d" + name] = terms["d" + name].pow(2).sum_to_size(x[name].shape)
     if W:
-        squares["dtable"] = torch.stack(
-            [ds.diagonal(-d, 1, 2).pow(2).sum(-1) for d in range(min(W, T))]
-        )
+        diagonals = [ds.diagonal(-d, 1, 2) for d in range(min(W, T))]
+        squares["dtable"] = torch.stack([part.pow(2).sum(-1) for part in diagonals])
     return {name: square.mean().sqrt().item() for name, square in squares.items()}
 
 
@@ -281,7 +276,8 @@ def compare(rule, x, options):
     float64) + rounding errors. The 8 is chosen: among thousands of drawn calls, eager is lucky in
     some."""
     torch.manual_seed(bounds.SEED)
-    (B, H, T, D), dtype = x["q"].shape, x["q"].dtype
+    B, H, T, D = x["q"].shape
+    dtype = x["q"].dtype
     o = (B, H // 2 if "mix" in x else H, *x["v"].shape[2:])
     upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
     kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
@@ -307,43 +303,49 @@ def compare(rule, x, options):
         bound = 8 * (rms(eager[name] - true) + lost.get(name, 0) + by_design[name])
         bound += 2 * floor * (size + sums.get(name, 0))
         error = rms(kernel[name] - true)
-        note(
-            error / bound if bound else 0.0 if error == 0 else math.inf,
-            f"{name} {tuple(true.shape)} of the kernel {rule} ({dtype}): its error {error:.3g}",
-        )
+        share = math.inf if error > 0 else 0.0
+        if bound:
+            share = error / bound
+        what = f"{name} {tuple(true.shape)} of the kernel {rule} ({dtype})"
+        note(share, f"{what}: its error {error:.3g}")
 
 
 def errors_by_design(rule, x, options, upstream, eager, exact):
     """RMS errors, by name, that no kernel of this design can avoid. Some are found as a change of
     the exact inputs."""
-    (B, H, T, _), eps, up = x["q"].shape, torch.finfo(torch.float32).eps, list(upstream)
-    nudged, do = {name: part.double() for name, part in x.items()}, up[0].double()
-    eye, lost, means = torch.eye(T, device=DEVICE).expand(B, 1, T, T), dict.fromkeys(exact, 0.0), []
+    B, H, T, _ = x["q"].shape
+    eps = torch.finfo(torch.float32).eps
+    up = list(upstream)
+    do = up[0].double()
+    nudged = {name: part.double() for name, part in x.items()}
+    eye = torch.eye(T, device=DEVICE).expand(B, 1, T, T)
+    lost = dict.fromkeys(exact, 0.0)
+    means = []
 
     # delta is a mean of g, computed as do times a sum of rounded weights: do . o - dr, or do . U
     # for entmax. For lssar an extra pass sums it. Since g is rounded too, the two cancel up to eps
-    mean, lost_mean = exact["o"], 0 if rule == "lssar" else eager["o"] - exact["o"]
-    if entmax := rule in ("entmax", "sparsemax"):
-        power = options.get("power") or (
-            nudged["t"][..., None] if "t" in x else reference.POWERS.get(rule, 1.0)
-        )
+    mean = exact["o"]
+    lost_mean = 0 if rule == "lssar" else eager["o"] - mean
+    entmax = rule in ("entmax", "sparsemax")
+    if entmax:
+        power = options.get("power") or reference.POWERS.get(rule, 1.0)
+        if "t" in x:
+            power = nudged["t"][..., None]
         v = nudged["v"].repeat_interleave(H // x["v"].shape[1], 1)
         for form in (x, nudged):
-            w, _ = reference.attend_by_rule(
-                rule, **form | {"v": eye.to(form["v"].dtype)}, **options
-            )
+            of_keys = form | {"v": eye.to(form["v"].dtype)}
+            w, _ = reference.attend_by_rule(rule, **of_keys, **options)
             u = (w > 0) * w.double() ** (1 - 1 / power)
             means.append((u @ v / u.sum(-1, keepdim=True).clamp(min=1e-30)).to(w.dtype).double())
-        mean, lost_mean = means[1], means[0] - means[1]
+        mean = means[1]
+        lost_mean = means[0] - mean
     lost_delta = (do * lost_mean).sum(-1).abs() + eps * (do * mean).abs().sum(-1)
     scored = {name: part for name, part in nudged.items() if name not in ("t", "mix")} | {"v": eye}
-    sizes, _ = reference.attend_by_rule(
-        "identity", **{name: part.abs() for name, part in scored.items()}, **options
-    )
+    positive = {name: part.abs() for name, part in scored.items()}
+    sizes, _ = reference.attend_by_rule("identity", **positive, **options)
     if entmax:
-        through, _ = dense_gradients(
-            "identity", scored, options, [u * lost_delta[..., None]], torch.float64
-        )
+        lost_ds = [u * lost_delta[..., None]]
+        through, _ = dense_gradients("identity", scored, options, lost_ds, torch.float64)
         lost |= {name: rms(part) for name, part in through.items() if name not in ("o", "dv")}
         # r is as large as the scores. o is divided by the sum of weights that its rounding changes;
         # dv is not
@@ -363,11 +365,11 @@ def errors_by_design(rule, x, options, upstream, eager, exact):
         if rule == "lssar":
             nudged["t"] = nudged["t"] * (1 + eps)
             lost_r += (reference.attend_by_rule(rule, **nudged, **options)[1] - exact["r"]).abs()
-        lost_r = (lost_r * (1 + (-exact["r"]).exp() if rule == "softpick" else 1)).clamp(max=1)
-        up = [
-            up[0] * (1 + lost_r[..., None]),
-            up[1] * (1 + lost_r) + lost_r * (do * mean).abs().sum(-1) + lost_delta,
-        ]
+        if rule == "softpick":
+            lost_r *= 1 + (-exact["r"]).exp()
+        lost_r = lost_r.clamp(max=1)
+        lost_dr = lost_r * (do * mean).abs().sum(-1) + lost_delta
+        up = [up[0] * (1 + lost_r[..., None]), up[1] * (1 + lost_r) + lost_dr]
     # scores are rounded: equal ones alike, others at random, and eager may be lucky. Each is off by
     # 0 or 4 eps
     coins = torch.randint(2, sizes.shape, generator=dice(8)).to(DEVICE)
@@ -406,20 +408,18 @@ CALLS = st.fixed_dictionaries(
 def check(rule, call, draws):
     """The kernels of one call. t and mix broadcast, the power is a constant or a row input, tokens
     share sets."""
-    about, call = kernels.KERNELS[rule], dict(call)
+    about = kernels.KERNELS[rule]
+    call = dict(call)
     B, H, call["Hk"], call["Hv"] = call.pop("heads")
-    T, rows = call["T"], (None, (), (1,), (call["T"],), (H, 1), (B, H, call["T"]))
+    T = call["T"]
+    rows = (None, (), (1,), (T,), (H, 1), (B, H, T))
     call |= {"B": B, "H": H, "t": call.get("t") or draws.draw(st.sampled_from(rows), "t")}
-    call["power"] = (
-        draws.draw(st.sampled_from((None, 1.0, 1.5, 3.0)), "power")
-        if about.takes_power and not (rule == "entmax" and call["t"])
-        else None
-    )
+    call["power"] = None
+    if about.takes_power and not (rule == "entmax" and call["t"]):
+        call["power"] = draws.draw(st.sampled_from((None, 1.0, 1.5, 3.0)), "power")
     if about.settle is None and draws.draw(st.booleans(), "two views"):
-        call |= {
-            "mix": draws.draw(st.sampled_from(((1,), (), (H // 2, 1), (B, H // 2, T))), "mix"),
-            "Hv": 1,
-        }
+        rows = ((1,), (), (H // 2, 1), (B, H // 2, T))
+        call |= {"mix": draws.draw(st.sampled_from(rows), "mix"), "Hv": 1}
     elif about.settle is None:
         call["row_sum"] = draws.draw(BOTH, "row sum")
     # bits: one or two for each token, none for tokens 0, 5, ..
@@ -430,11 +430,8 @@ def check(rule, call, draws):
         x, options = draw(rule, **call)
         if rule == "elastic":  # the kernels' derivative begins 2^-18 beyond the threshold
             eye = torch.eye(T, dtype=torch.float64, device=DEVICE).expand(B, 1, T, T)
-            p, _ = reference.attend_by_rule(
-                "softmax",
-                **{name: part.double() for name, part in x.items()} | {"t": None, "v": eye},
-                **options,
-            )
+            exact = {name: part.double() for name, part in x.items()} | {"t": None, "v": eye}
+            p, _ = reference.attend_by_rule("softmax", **exact, **options)
             assume(((p / x["t"][..., None] - 1).abs() > 2**-17).all())
         compare(rule, x, options)
 
@@ -502,7 +499,7 @@ def test_skipping_dead_tiles_changes_nothing(rule, options):
     x |= {"t": x["t"].abs() + 3} if "t" in x and "mix" not in x else {}
     # no bias lifts scores above thresholds
     x |= {name: -x[name].abs() for name in ("tail", "slope") if name in x}
-    with mock.patch.object(kernels, "visits_of", side_effect=kernels.visits_of) as visits:
+    with mock.patch.object(kernels, "live_lists", side_effect=kernels.live_lists) as visits:
         with_skip, without = (
             outputs_and_gradients(kernels.attend, rule, x, more | {"skip": skip})
             for skip in (True, False)
@@ -734,11 +731,11 @@ def test_operators_declare_what_they_return(rule, options):
     x, more = draw(rule, T=20, E=24, **options)
     with mock.patch.object(kernels, "run_forward", side_effect=kernels.run_forward) as run:
         kernels.attend(rule, **x, **more)
-    call = run.call_args.args[:-2]  # without learn and skip
+    call = kernels.Call(*run.call_args.args)._replace(learn=True, skip=True)
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(kernels.run_forward, (*call, True, True), test_utils=checks)
-    o, r, u, alive = kernels.run_forward(*call, True, True)
+    torch.library.opcheck(kernels.run_forward, call, test_utils=checks)
+    o, r, u, alive = kernels.run_forward(*call)
     saved = u if kernels.KERNELS[rule].save_u else o
     torch.library.opcheck(
-        kernels.run_backward, (*call, saved, r, alive, o, r, True), test_utils=checks[:2]
+        kernels.run_backward, (*call, saved, r, alive, o, r), test_utils=checks[:2]
     )
