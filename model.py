@@ -289,17 +289,19 @@ class GPTConfig(Knobs):
     def __post_init__(self):
         if self.layers:
             self.attn = attention.pattern(self.layers)[0][0]
-        recipe = attention.recipe(self.attn)
-        if unknown := recipe.keys() - {*mixers.DEFAULTS, "args"}:
+        self.recipe = attention.recipe(self.attn)  # {axis: value} of the axes that it sets
+        if unknown := self.recipe.keys() - {*mixers.DEFAULTS, "args"}:
             raise ValueError(f"recipe {self.attn} has no such axis: {unknown.pop()}")
         for axis, default in mixers.DEFAULTS.items():
             if getattr(self, axis) is None:
-                setattr(self, axis, recipe.get(axis, default))
+                setattr(self, axis, self.recipe.get(axis, default))
         self.n_kv_head = self.n_kv_head or self.n_head
 
         super().__post_init__()  # checks each value alone
         if self.n_embd % self.n_head and not self.head_dim:
             raise ValueError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}")
+        # the head dimension D: the width of each query and key
+        self.head_width = self.head_dim or self.n_embd // self.n_head
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}")
         if self.bias_of != "all" and not (self.bias or self.qkv_bias):
@@ -325,9 +327,10 @@ class GPTConfig(Knobs):
         if not self.layers:
             return [self]
         first = mixers.DEFAULTS | self.recipe
-        changed = {
-            axis: value for axis in mixers.DEFAULTS if (value := getattr(self, axis)) != first[axis]
-        }
+        changed = {}
+        for axis in mixers.DEFAULTS:
+            if getattr(self, axis) != first[axis]:
+                changed[axis] = getattr(self, axis)
         configs = []
         for attn, own in attention.pattern(self.layers):
             axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}
@@ -337,16 +340,6 @@ class GPTConfig(Knobs):
             args = ",".join(constants)
             configs.append(replace(self, layers="", attn=attn, attn_args=args, **axes))
         return configs
-
-    @property
-    def recipe(self):
-        """{axis: value} of the axes that the recipe sets."""
-        return attention.recipe(self.attn)
-
-    @property
-    def head_width(self):
-        """The head dimension D: the width of each query and key."""
-        return self.head_dim or self.n_embd // self.n_head
 
 
 MODULES = 40_000  # bytes of a block's Python objects, without its weights
