@@ -126,7 +126,7 @@ def test_importance_and_its_gradient_equal_their_definition(choices):
         opened = torch.sigmoid(module.gate(x)).unflatten(-1, (4, -1)).mean((0, 1, 3))
     else:
         opened = 1 - reference.weights(module, q, k, x, module.distance())[..., 0].mean((0, 2))
-    leaves = [q, k, x, *scalars(module)]
+    leaves = [q, k, x, *scalars(module).values()]
 
     def with_gradients(value):
         above = normal(4, stream=9)
