@@ -143,37 +143,11 @@ def by_default(chosen, *values):
 
 
 # the default recipes of tests with many cases. They cover every rule of scores and every axis
-FEW = (
-    "softmax",
-    "ssmax",
-    "kv_bias",
-    "sink_token",
-    "v_bias",
-    "gated",
-    "streaming",
-    "gpt_oss",
-    "diff",
-    "dex",
-    "elastic",
-    "lazy",
-    "asentmax",
-    "sparsemax",
-    "lssar",
-    "softpick",
-    "rela_gated",
-    "diff_rela",
-    "tra",
-    "sigmoid_norm",
-    "elu_norm",
-    "linear",
-    "mlp_norm",
-    "focus",
-    "sparq",
-    "magicpig",
-    "retnet",
-    "gated_deltanet",
-    "ttt",
-)
+FEW = """
+    softmax ssmax kv_bias sink_token v_bias gated streaming gpt_oss diff dex elastic lazy
+    asentmax sparsemax lssar softpick rela_gated diff_rela tra sigmoid_norm elu_norm linear
+    mlp_norm focus sparq magicpig retnet gated_deltanet ttt
+""".split()
 
 
 def some_recipes(*names, among=tuple(attention.ATTENTIONS)):

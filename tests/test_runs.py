@@ -120,7 +120,8 @@ def test_a_lock_is_taken_over_only_from_a_process_of_this_host_that_has_ended(
             pass
         assert [path.read_text() for path in run.folder.iterdir()] == [text]
         # every other rank gets the main rank's error from `share`
-        rank = SimpleNamespace(main=False, share=lambda _: "of the main rank")
+        told = {"main": False, "share": lambda _: "of the main rank"}
+        rank = SimpleNamespace(**vars(MACHINE) | told)
         other = Run(run.folder, rank)
         with pytest.raises(ValueError, match="of the main rank"), other.locked(rank):
             pass
