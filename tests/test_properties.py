@@ -11,7 +11,7 @@ from bounds import SEED, close
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import SCORES, inputs, layer, normal, recipes, scalars, shaped, with_gradients
+from layers import KINDS, inputs, layer, normal, recipes, scalars, shaped, with_gradients
 
 import kernels
 from attention import ATTENTIONS
@@ -53,23 +53,20 @@ ARGS = {  # constants that make a short sequence interesting
     "recent": range(2, 10),
     "out_norm_eps": (0.01, 1),  # smaller ones amplify rounding where an output is almost 0
 }
-LENGTHS = st.sampled_from((45, 20, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33))
-# one call of a layer. rows: the last ones of T; block: how many rows the block loop takes at a time
-CALLS = st.fixed_dictionaries(
-    {
-        "T": LENGTHS,
-        "rows": st.sampled_from((45, 1, 5, 18)),
-        "B": st.integers(1, 2),
-        "scores": SCORES,
-        "block": st.sampled_from((16, 1, 3, 7, 64)),
-        "W": st.sampled_from((5, 0, 1, 20, 60)),
-        "tail": st.booleans(),
-        "slope": st.booleans(),
-        "training": st.booleans(),
-        "zeros": st.sampled_from((True, False)),  # of some tokens, the value
-        "gates": st.sampled_from((1, 30)),  # 30: some gates of a mixer close
-    }
-)
+CALL = {  # of a layer: {what: values}
+    "T": (45, 20, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33),
+    "rows": (45, 1, 5, 18),  # the last ones of T
+    "B": (1, 2),
+    "scores": KINDS,
+    "block": (16, 1, 3, 7, 64),  # how many rows the block loop takes at a time
+    "W": (5, 0, 1, 20, 60),
+    "tail": (False, True),
+    "slope": (False, True),
+    "training": (False, True),
+    "zeros": (True, False),  # of some tokens, the value
+    "gates": (1, 30),  # 30: some gates of a mixer close
+}
+CALLS = st.fixed_dictionaries({what: st.sampled_from(CALL[what]) for what in CALL})
 
 
 def drawn(count):
@@ -194,7 +191,9 @@ def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, da
     token. Decoding gives the same if a copy of the cache then reads other tokens."""
     module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)  # for training alone
     assert module.causal == (fixed["attn"] != "routing" and module.config.balance != "sinkhorn")
-    T = data.draw(st.just(150) if "pos" in fixed else LENGTHS)  # beyond T5's buckets
+    T = data.draw(
+        st.just(150) if "pos" in fixed else st.sampled_from(CALL["T"])
+    )  # beyond T5's buckets
     x = normal(2, T, module.config.n_embd)
     names, parameters = zip(*module.named_parameters(), strict=True)
     of = "o", "dx", *names
