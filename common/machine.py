@@ -43,13 +43,16 @@ class Machine:
 
     def __init__(self, device="auto", dtype="auto"):
         # torchrun sets these; without it there is one rank
-        self.rank = int(os.environ.get("RANK", 0))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        if not 0 <= self.rank < self.world:
+        usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        given = {name: os.environ.get(name, value) for name, value in usual.items()}
+        numbers = [int(text) if text.isdecimal() else -1 for text in given.values()]
+        self.rank, self.local_rank, self.world = numbers
+        alone = self.world > 1 and "RANK" not in os.environ
+        if not 0 <= self.rank < self.world or self.local_rank < 0 or alone:
+            words = " ".join(f"{name}={os.environ.get(name, 'not set')}" for name in usual)
             raise ValueError(
-                f"RANK={self.rank} must be in 0..{self.world - 1}, below WORLD_SIZE: let torchrun "
-                "set these variables, or unset them"
+                f"{words} name no rank: they must be whole numbers, and RANK in "
+                "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them"
             )
         self.main = self.rank == 0  # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument

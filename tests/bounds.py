@@ -1,10 +1,11 @@
 """The three kinds of assertions about numbers in these tests.
 
-    same(a, b)          equal bit for bit. Only where the code promises it: a resumed run, two runs, the same products.
-    close(a, b, ...)    equal up to rounding. The bound follows from the data type, from how many numbers are summed and
-                        from how large they are, so it holds for every SIMD width, thread count and
-                        torch version.
-    below(a, b)      an inequality of the science, which must hold by a factor and not by a percent.
+    same(a, b)        equal bit for bit. Only where the code promises it: a resumed run, two runs,
+                      the same products.
+    close(a, b, ...)  equal up to rounding. The bound follows from the data type, from how many
+                      numbers are summed and from how large they are, so it holds for every SIMD
+                      width, thread count and torch version.
+    below(a, b)       an inequality of the science, which must hold by a factor, not by a percent.
 
 `close` and `below` record each error as a share of its bound. `python -m pytest --margins` prints
 the largest shares.
@@ -46,13 +47,12 @@ def same(found, expected):
     elif isinstance(expected, torch.Tensor):
         assert found.dtype == expected.dtype and found.shape == expected.shape
         off = (found != expected) & ~(found.isnan() & expected.isnan())
-        assert not off.any(), (
-            f"{off.sum()} of {off.numel()} differ, the first by {found[off][0]} - {expected[off][0]}"
-        )
+        if off.any():
+            first = f"the first by {found[off][0]} - {expected[off][0]}"
+            raise AssertionError(f"{off.sum()} of {off.numel()} differ, {first}")
     else:
-        assert found == expected or (found != found and expected != expected), (
-            f"{found} is not {expected}"
-        )
+        both_nan = found != found and expected != expected
+        assert found == expected or both_nan, f"{found} is not {expected}"
 
 
 def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
@@ -75,23 +75,28 @@ def close(found, expected, terms=64, size=None, dtype=None, moved=0.0, what=""):
     if expected is None or found is None:
         assert found is expected, f"{what}only one of them is None"
         return
-    found, expected = (
-        torch.as_tensor(a, dtype=None if isinstance(a, torch.Tensor) else torch.float64)
-        for a in (found, expected)
-    )
-    assert found.shape == expected.shape, (
-        f"{what}shape {tuple(found.shape)} is not {tuple(expected.shape)}"
-    )
+    found, expected = as_tensor(found), as_tensor(expected)
+    shapes = f"{tuple(found.shape)} is not {tuple(expected.shape)}"
+    assert found.shape == expected.shape, f"{what}shape {shapes}"
     if not expected.numel():
         return
-    eps = max(torch.finfo(d).eps for d in ([dtype] if dtype else [found.dtype, expected.dtype]))
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    size = expected.abs().max().item() if size is None else size
+    dtypes = [dtype] if dtype else [found.dtype, expected.dtype]
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    found = found.detach().double().cpu()
+    expected = expected.detach().double().cpu()
+    if size is None:
+        size = expected.abs().max().item()
     error = (found - expected).abs().max().item()
     bound = 4 * eps * terms * size + 8 * moved
-    note(
-        error / bound if bound else 0.0 if error == 0 else math.inf, f"{what}the error {error:.3g}"
-    )
+    if not bound:
+        share = math.inf if error else 0.0
+    else:
+        share = error / bound
+    note(share, f"{what}the error {error:.3g}")
+
+
+def as_tensor(x):
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=torch.float64)
 
 
 def below(value, bound):
@@ -104,11 +109,13 @@ def moved_by_rounding(function, inputs, dtype):
     """How far the result of a float64 function moves when its inputs are rounded to a data type
     (its condition). An error of this size comes from the precision of the inputs, not from the code
     under test."""
-    eps, found = torch.finfo(dtype).eps, []
-    for noise in map(dice, (101, 102)):
-        rounded = [
-            a * (1 + eps * (2 * torch.rand(a.shape, generator=noise, dtype=a.dtype) - 1))
-            for a in inputs
-        ]
-        found.append((function(*inputs) - function(*rounded)).abs().max().item())
-    return max(found)
+    eps = torch.finfo(dtype).eps
+    exact = function(*inputs)
+    moved = 0.0
+    for random in (dice(101), dice(102)):
+        rounded = []
+        for a in inputs:
+            noise = 2 * torch.rand(a.shape, generator=random, dtype=a.dtype) - 1
+            rounded.append(a * (1 + eps * noise))
+        moved = max(moved, (exact - function(*rounded)).abs().max().item())
+    return moved

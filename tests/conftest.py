@@ -121,23 +121,16 @@ def pytest_runtest_call(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if config.getoption("--margins"):
-        reports = [
-            report
-            for kind in ("passed", "failed")
-            for report in terminalreporter.stats.get(kind, [])
-        ]
-        found = [
-            (*share, report.nodeid)
-            for report in reports
-            for name, share in report.user_properties
-            if name == "share"
-        ]
-        terminalreporter.section(
-            f"the largest errors of {len(found)} tests, as shares of their bounds"
-        )
-        for share, line, test in sorted(found, reverse=True)[:20]:
-            terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
+    if not config.getoption("--margins"):
+        return
+    stats = terminalreporter.stats
+    found = []
+    for report in stats.get("passed", []) + stats.get("failed", []):
+        if share := dict(report.user_properties).get("share"):
+            found.append((*share, report.nodeid))
+    terminalreporter.section(f"the largest errors of {len(found)} tests, as shares of their bounds")
+    for share, line, test in sorted(found, reverse=True)[:20]:
+        terminalreporter.write_line(f"{share:.3f}  {line:<28} {test}")
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -150,37 +143,11 @@ def by_default(chosen, *values):
 
 
 # the default recipes of tests with many cases. They cover every rule of scores and every axis
-FEW = (
-    "softmax",
-    "ssmax",
-    "kv_bias",
-    "sink_token",
-    "v_bias",
-    "gated",
-    "streaming",
-    "gpt_oss",
-    "diff",
-    "dex",
-    "elastic",
-    "lazy",
-    "asentmax",
-    "sparsemax",
-    "lssar",
-    "softpick",
-    "rela_gated",
-    "diff_rela",
-    "tra",
-    "sigmoid_norm",
-    "elu_norm",
-    "linear",
-    "mlp_norm",
-    "focus",
-    "sparq",
-    "magicpig",
-    "retnet",
-    "gated_deltanet",
-    "ttt",
-)
+FEW = """
+    softmax ssmax kv_bias sink_token v_bias gated streaming gpt_oss diff dex elastic lazy
+    asentmax sparsemax lssar softpick rela_gated diff_rela tra sigmoid_norm elu_norm linear
+    mlp_norm focus sparq magicpig retnet gated_deltanet ttt
+""".split()
 
 
 def some_recipes(*names, among=tuple(attention.ATTENTIONS)):
@@ -200,10 +167,10 @@ WORDS = np.frombuffer((TEXT * 300).encode(), np.uint8)  # the same 300 times, as
 
 def write_data(folder, train, val):
     """A data set from two arrays of bytes."""
-    shards = {
-        name: tokens.write_shard(folder / name, [np.asarray(ids)]) | {"bytes": len(ids)}
-        for name, ids in (("train.bin", train), ("val.bin", val))
-    }
+    shards = {}
+    for name, ids in (("train.bin", train), ("val.bin", val)):
+        shard = tokens.write_shard(folder / name, [np.asarray(ids)])
+        shards[name] = shard | {"bytes": len(ids)}
     meta = {"dataset": folder.name, "tokenizer": "bytes", "vocab_size": 257, "shards": shards}
     files.write_json(folder / "meta.json", meta)
     return folder
@@ -238,21 +205,20 @@ def byte_pairs(sentence=TEXT, first=0, specials=SPECIAL):
     no merges, and its ids for bytes begin at first."""
     lib = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     alphabet = sorted(lib.pre_tokenizers.ByteLevel.alphabet())
-    coder = lib.Tokenizer(
-        lib.models.BPE(*[{c: first + i for i, c in enumerate(alphabet)}, []] if first else [])
-    )
+    model = lib.models.BPE()
+    if first:
+        model = lib.models.BPE({letter: first + i for i, letter in enumerate(alphabet)}, [])
+    coder = lib.Tokenizer(model)
     coder.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = lib.decoders.ByteLevel()
     if not first:
-        coder.train_from_iterator(
-            [sentence],
-            lib.trainers.BpeTrainer(
-                vocab_size=300,
-                special_tokens=list(specials),
-                initial_alphabet=alphabet,
-                show_progress=False,
-            ),
+        trainer = lib.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=list(specials),
+            initial_alphabet=alphabet,
+            show_progress=False,
         )
+        coder.train_from_iterator([sentence], trainer)
     return coder
 
 
@@ -268,18 +234,18 @@ def write_tokenizer(folder, coder=None, **meta):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    return write_tokenizer(
-        tmp_path_factory.mktemp("tokenizer") / "toy", tokenizer="toy", separator=0
-    )
+    folder = tmp_path_factory.mktemp("tokenizer") / "toy"
+    return write_tokenizer(folder, tokenizer="toy", separator=0)
 
 
 @pytest.fixture(scope="session")
 def toy_data(tmp_path_factory, toy):
     """A data set of 30 documents in the tokenizer "toy"."""
-    out, coder = tmp_path_factory.mktemp("data") / "foxes", tokens.tokenizer(str(toy))
+    out = tmp_path_factory.mktemp("data") / "foxes"
+    coder = tokens.tokenizer(str(toy))
     ids = {
-        split: tokens.encode_all(coder, [TEXT * 9] * count)
-        for split, count in (("train", 20), ("val", 10))
+        "train": tokens.encode_all(coder, [TEXT * 9] * 20),
+        "val": tokens.encode_all(coder, [TEXT * 9] * 10),
     }
     tokens.write_data_set(out, coder, ids, dataset="foxes")
     return out
@@ -300,9 +266,12 @@ def enliven(gpt):
         p.mul_(4.0 if p.dim() > 1 else 0.7)
 
 
-TINY = (
-    *"--n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8 --eval_interval=4".split(),
-    *"--log_interval=1 --eval_iters=1 --warmup_iters=2 --device=cpu --dtype=float32".split(),
+TINY = tuple(
+    """
+    --n_layer=1 --n_head=2 --n_embd=16 --block_size=16 --batch_size=4 --max_iters=8
+    --eval_interval=4 --log_interval=1 --eval_iters=1 --warmup_iters=2
+    --device=cpu --dtype=float32
+    """.split()
 )
 
 
@@ -321,7 +290,8 @@ def train_here(*flags):
 def trainings(monkeypatch):
     """The flags of each process of train.py that the code under test started. It trains silently in
     this process."""
-    process, asked = subprocess.run, []
+    process = subprocess.run
+    asked = []
 
     def run_here(argv, **how):
         if Path(argv[1]).name != "train.py":
@@ -337,20 +307,17 @@ def trainings(monkeypatch):
 
 def command(*args, ranks=1):
     """The argv of a script of this repository: command("train.py", "--attn=elastic")."""
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        if ranks > 1
-        else []
-    )
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [sys.executable, *launcher, str(ROOT / args[0]), *map(str, args[1:])]
 
 
 def run(*args, ranks=1, ok=True, **kwargs):
     """Run a script as a real process to its end. With `ok` a failure fails the test and shows what
     was printed."""
-    done = subprocess.run(
-        command(*args, ranks=ranks), capture_output=True, text=True, timeout=300, **kwargs
-    )
+    kwargs |= {"capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(command(*args, ranks=ranks), **kwargs)
     assert not ok or done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -445,6 +412,5 @@ def meta(out_dir):
 def tiny_config(**choices):
     from model import GPTConfig
 
-    return GPTConfig(
-        **{"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16} | choices
-    )
+    sizes = {"block_size": 16, "vocab_size": 31, "n_layer": 1, "n_head": 2, "n_embd": 16}
+    return GPTConfig(**sizes | choices)

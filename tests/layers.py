@@ -21,8 +21,7 @@ SELECTING = {
 
 
 SIZES = {"n_head": 4, "n_embd": 32}
-# values of the constants of --attn_args, and small numbers of the axes that are numbers, to draw
-# from
+# values of the constants of --attn_args, and of the axes that are numbers, to draw from
 CONSTANTS = {
     "tau_init": ("0", "0.5"),
     "per_length": ("0", "block"),
@@ -71,12 +70,10 @@ def combinations(draw, fixed=None, more=()):
     choices = {axis: draw(st.sampled_from(values[axis])) for axis in changed}
     choices |= draw(st.sampled_from([{}, {"n_kv_head": 2}, {"n_kv_head": 1}])) | fixed
     chosen = mixers.DEFAULTS | recipe | choices
-    known = [
-        name
-        for axis in mixer.axes
-        if chosen[axis] in mixer.axes[axis]
-        for name in mixer.axes[axis][chosen[axis]].args
-    ]
+    known = []  # the constants of what is chosen
+    for axis, table in mixer.axes.items():
+        if chosen[axis] in table:
+            known += table[chosen[axis]].args
     some = [name for name in known if name in CONSTANTS]
     args = draw(st.lists(st.sampled_from(some), max_size=2, unique=True)) if some else []
     args = {name: draw(st.sampled_from(CONSTANTS[name])) for name in args}
@@ -112,17 +109,13 @@ def layer(attn="softmax", dtype=torch.float64, stream=3, depth=0, progress=0.3, 
     """One layer in eval mode. Its parameters are moved away from their initial values, some of
     which are kinks. By default it is in the middle of Dex's schedule, where both of its terms
     count."""
-    few = {
-        name: small
-        for name, small in (("window", 7), ("topk", 6))
-        if name in mixers.attention.ATTENTIONS[attn]
-    }
-    few |= (
-        {"attn_args": SELECTING[select]}
-        if (select := selection(attn, **choices)) in SELECTING
-        else {}
-    )
-    config = tiny_config(**SIZES | {"attn": attn, "bias": True} | few | choices)
+    small = {"attn": attn, "bias": True}
+    for name, value in (("window", 7), ("topk", 6)):
+        if name in mixers.attention.ATTENTIONS[attn]:
+            small[name] = value
+    if (select := selection(attn, **choices)) in SELECTING:
+        small["attn_args"] = SELECTING[select]
+    config = tiny_config(**SIZES | small | choices)
     torch.manual_seed(stream)  # for what is not moved below, such as fixed directions
     module = mixers.layer_of(config, depth).to(dtype).eval()
     random = dice(stream)
@@ -168,15 +161,17 @@ def inputs(module, T, R=None, B=2, dtype=torch.float64, stream=0):
         normal(B, heads, T, width, stream=stream + n)
         for n, (heads, width) in enumerate(module.shapes.values())
     )
-    x, first = normal(B, T, module.config.n_embd, stream=stream + 3), T - (R or T)
+    x = normal(B, T, module.config.n_embd, stream=stream + 3)
+    first = T - (R or T)
     # these need all tokens
     of_x = 0 if module.config.mixer in ("recurrent", "performer", "focus") else first
     return [a.to(dtype) for a in (2 * q[:, :, first:], k, v, x[:, of_x:])]
 
 
 def scalars(module):
-    """All parameters of a layer except c_attn and c_proj."""
-    return [p for name, p in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))]
+    """{name: parameter} of a layer, except c_attn and c_proj."""
+    named = module.named_parameters()
+    return {name: p for name, p in named if not name.startswith(("c_attn", "c_proj"))}
 
 
 def assert_learns(gpt, idx):
@@ -186,9 +181,8 @@ def assert_learns(gpt, idx):
     torch.manual_seed(0)  # of dropout, which the two losses are without
     before = gpt.eval()(idx[:, :-1], idx[:, 1:])[1]
     gpt.train()(idx[:, :-1], idx[:, 1:])[1].backward()
-    assert [
-        name for name, p in gpt.named_parameters() if p.grad is None or not p.grad.isfinite().all()
-    ] == []
+    for name, p in gpt.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), name
     optimizer.step()
     assert gpt.eval()(idx[:, :-1], idx[:, 1:])[1] < before
 
@@ -196,7 +190,8 @@ def assert_learns(gpt, idx):
 def attend_and_gradients(module, *qkvx, table=None):
     """The layer's output and, for a random upstream gradient, the gradients of all inputs and
     scalars."""
-    return with_gradients(lambda *leaves: module.attend(*leaves, table), qkvx, scalars(module))
+    own = scalars(module).values()
+    return with_gradients(lambda *leaves: module.attend(*leaves, table), qkvx, own)
 
 
 def with_gradients(function, inputs, parameters=()):

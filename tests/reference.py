@@ -2,11 +2,10 @@
 papers.
 
 Tests compare all other code with this file, in values and in gradients. It imports nothing from
-that code. From a
-layer it takes the choices (config, args), the sizes of heads (shapes), the projections, and
-parameters and buffers by name. Nothing here is fast, cuts anything into blocks, or knows a
-derivative; autograd finds those. Not defined here: ALiBi's slopes (test_attention.py) and RoPE's
-scalings (test_weights.py).
+that code. From a layer it takes the choices (config, args), the sizes of heads (shapes), the
+projections, and parameters and buffers by name. Nothing here is fast, cuts anything into blocks, or
+knows a derivative; autograd finds those. Not defined here: ALiBi's slopes (test_attention.py) and
+RoPE's scalings (test_weights.py).
 
 Read in this order: RULES, row_input (their thresholds), all_views, weights, finished, layer.
 
@@ -20,27 +19,38 @@ import math
 import torch
 from torch.nn import functional as F
 
+TINY = 1e-30  # a divisor of 0 becomes this
+
 
 def distances(R, T, device=None):
     """i - j of the last R rows i and all keys j, (R, T)."""
-    return torch.arange(T - R, T, device=device)[:, None] - torch.arange(T, device=device)
+    i = torch.arange(T - R, T, device=device)
+    j = torch.arange(T, device=device)
+    return i[:, None] - j
 
 
 def visible(apart, window=0, first=0):
     """Row i sees key j if j <= i and, with a window (Beltagy et al. 2020), if i - j < window or j <
     first (StreamingLLM, Xiao et al. 2309.17453). apart: see `distances`."""
-    j, past = torch.arange(apart.shape[1], device=apart.device), apart >= 0
-    return past & ((apart < window) | (j < first)) if window else past
+    causal = apart >= 0
+    if not window:
+        return causal
+    j = torch.arange(apart.shape[1], device=apart.device)
+    return causal & ((apart < window) | (j < first))
 
 
 def bias(apart, table=None, tail=None, slope=None, more=None):
     """The bias that relative positions add to scores, (H, R, T): table[h, i - j] at distances below
     its width W, tail[h] beyond (without one: 0), and slope[h] (i - j) everywhere. more: another
     term, (B, H, R, T)."""
-    b = torch.zeros(1, 1, 1, device=apart.device) if tail is None else tail[:, None, None]
-    W = 0 if table is None else table.shape[1]
-    b = torch.where(apart < W, table[:, apart.clamp(0, W - 1)], b) if W else b
-    b = b if slope is None else b + slope[:, None, None] * apart
+    b = torch.zeros(1, 1, 1, device=apart.device)
+    if tail is not None:
+        b = tail[:, None, None]
+    if table is not None and table.shape[1]:
+        W = table.shape[1]
+        b = torch.where(apart < W, table[:, apart.clamp(0, W - 1)], b)
+    if slope is not None:
+        b = b + slope[:, None, None] * apart
     return b if more is None else b + more
 
 
@@ -58,7 +68,12 @@ def exponentials(s, seen, *_):
 def softmax(s, seen, *_):
     """exp(s_ij) / sum_k exp(s_ik). Vaswani et al. 2017, eq. 1."""
     e, _ = exponentials(s, seen)
-    return e / e.sum(-1, keepdim=True).clamp(min=1e-30)
+    return e / e.sum(-1, keepdim=True).clamp(min=TINY)
+
+
+def elastic(s, seen, t, power):
+    """relu(softmax(s)_ij - t_i), t_i = tau / n_i. Lazy Attention, eq. 5."""
+    return torch.relu(softmax(s, seen) - t)
 
 
 def entmax(s, seen, t, power):
@@ -68,7 +83,8 @@ def entmax(s, seen, t, power):
     Bisection finds r. At 1 below the largest z = s / power, that key alone has weight 1; at z, no
     key has any. A step of Newton's method leaves the solution as it is, and tells autograd how r
     depends on z and on the power."""
-    power = power if t is None else t  # t: the power of each row, where alpha is learned
+    if t is not None:  # the power of each row, where alpha is learned
+        power = t
     z = s / power
     low = z.detach().masked_fill(~seen, -1e30).amax(-1, keepdim=True) - 1
     low = torch.where(seen.any(-1, keepdim=True), low, 0.0)  # a row without keys must not overflow
@@ -76,15 +92,22 @@ def entmax(s, seen, t, power):
     for _ in range(60):
         r = (low + high) / 2
         heavy = (torch.relu(z.detach() - r) ** power * seen).sum(-1, keepdim=True) > 1
-        low, high = torch.where(heavy, r, low), torch.where(heavy, high, r)
+        low = torch.where(heavy, r, low)
+        high = torch.where(heavy, high, r)
     x = torch.relu(z - low) * seen
-    slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach().clamp(min=1e-30)
     excess = ((x**power).sum(-1, keepdim=True) - 1) * seen.any(-1, keepdim=True)
-    return torch.relu(z - low - excess / slope) ** power
+    slope = (power * (x > 0) * x ** (power - 1)).sum(-1, keepdim=True).detach()
+    return torch.relu(z - low - excess / slope.clamp(min=TINY)) ** power
+
+
+def sparsemax(s, seen, t, power):
+    """relu(s_ij - r_i), where r_i makes the row sum to 1. Martins & Astudillo 2016, eq. 1."""
+    return entmax(s, seen, None, 1.0)
 
 
 def softplus(s, *_):
-    return torch.logaddexp(s, torch.zeros_like(s))  # log(1 + exp(s_ij))
+    """log(1 + exp(s_ij))."""
+    return torch.logaddexp(s, torch.zeros_like(s))
 
 
 def lssar(s, seen, t, power):
@@ -92,7 +115,7 @@ def lssar(s, seen, t, power):
     softplus(s_ik). o_i is 1, or 0 in rows of up to three keys. Gao & Spratling 2501.13428, eq. 4
     and 5. A row without survivors is 0."""
     b, _ = powers(s, seen, t, power)
-    return b / b.sum(-1, keepdim=True).clamp(min=1e-30)
+    return b / b.sum(-1, keepdim=True).clamp(min=TINY)
 
 
 def powers(s, seen, t, power):
@@ -100,7 +123,7 @@ def powers(s, seen, t, power):
     key within rounding (2^-18) of the threshold counts as below it, and a score below -69 as minus
     infinity."""
     phi = softplus(s)
-    x = (phi - t) * (seen & (phi > t * (1 + 2**-18)) & (phi > 1e-30))
+    x = (phi - t) * (seen & (phi > t * (1 + 2**-18)) & (phi > TINY))
     m = x.detach().amax(-1, keepdim=True)
     m = torch.where(m > 0, m, 1.0)
     return (x / m) ** power, power * m.log()
@@ -119,84 +142,112 @@ def exp_minus_one(s, seen, *_):
     return ((s - m).exp() - (-m).exp()) * seen, m
 
 
-def elu_plus_one(x):
+def relu(s, *_):
+    """relu(s_ij). Wortsman et al. 2309.08586; Zhang et al. 2021."""
+    return torch.relu(s)
+
+
+def tra(s, seen, t, power):
+    """relu(s_ij - t_i)^power. Threshold Differential Attention, eq. 1."""
+    return torch.relu(s - t) ** power
+
+
+def sigmoid(s, seen, t, power):
+    """sigmoid(s_ij - t). Ramapuram et al. 2409.04431."""
+    return torch.sigmoid(s - t)
+
+
+def elu_plus_one(x, *_):
+    """exp(x) below 0, x + 1 above. When Attention Sink Emerges, table 6."""
     return torch.where(x < 0, x.clamp(max=0).exp(), x + 1)
+
+
+def identity(s, *_):
+    """s_ij. When Attention Sink Emerges, table 6."""
+    return s
 
 
 RULES = {
     "softmax": softmax,
+    "elastic": elastic,
     "entmax": entmax,
+    "sparsemax": sparsemax,
     "softplus": softplus,
     "lssar": lssar,
     "softpick": softpick,
-    # Martins & Astudillo 2016, eq. 1
-    "sparsemax": lambda s, seen, t, power: entmax(s, seen, None, 1.0),
-    "elastic": lambda s, seen, t, power: torch.relu(softmax(s, seen) - t),  # Lazy Attention, eq. 5
-    "relu": lambda s, *_: torch.relu(s),  # Wortsman et al. 2309.08586; Zhang et al. 2021
-    # Threshold Differential Attention, eq. 1
-    "tra": lambda s, seen, t, power: torch.relu(s - t) ** power,
-    "sigmoid": lambda s, seen, t, power: torch.sigmoid(s - t),  # Ramapuram et al. 2409.04431
-    "elu": lambda s, *_: elu_plus_one(s),  # When Attention Sink Emerges, table 6
-    "identity": lambda s, *_: s,  # the same
+    "relu": relu,
+    "tra": tra,
+    "sigmoid": sigmoid,
+    "elu": elu_plus_one,
+    "identity": identity,
 }
 POWERS = {"entmax": 2.0, "lssar": 15.0, "tra": 2.0}  # where none is given
+DIVIDED = {  # rules with a divisor: functions that return its summands / e^m, and m
+    "softmax": exponentials,
+    "elastic": exponentials,
+    "lssar": powers,
+    "softpick": exp_minus_one,
+}
 
 
 def weights_by_rule(rule, s, seen, t=None, power=None):
-    power = POWERS.get(rule) if power is None else power
+    if power is None:
+        power = POWERS.get(rule)
     return RULES[rule](s.masked_fill(~seen, 0.0), seen, t, power).masked_fill(~seen, 0.0)
 
 
 def log_divisor(rule, s, seen, t=None, power=None):
     """The logarithm of each row's divisor, (B, H, R), 0 in an empty row; None for rules without a
     divisor."""
-    parts = {
-        "softmax": exponentials,
-        "elastic": exponentials,
-        "lssar": powers,
-        "softpick": exp_minus_one,
-    }
-    if rule not in parts:
+    if rule not in DIVIDED:
         return None
-    e, m = parts[rule](
-        s.masked_fill(~seen, 0.0), seen, t, POWERS.get(rule) if power is None else power
-    )
-    total = e.abs().sum(-1) + 1e-8 * (rule == "softpick")
-    return torch.where(total > 0, m[..., 0], 0.0) + torch.where(total > 0, total, 1.0).log()
+    if power is None:
+        power = POWERS.get(rule)
+    e, m = DIVIDED[rule](s.masked_fill(~seen, 0.0), seen, t, power)
+    total = e.abs().sum(-1)
+    if rule == "softpick":
+        total = total + 1e-8
+    some = total > 0
+    return torch.where(some, m[..., 0], 0.0) + torch.where(some, total, 1.0).log()
 
 
 def attend_by_rule(
     rule,
-    q,
-    k,
-    v,
-    t=None,
-    table=None,
-    tail=None,
-    slope=None,
+    q,  # (B, H, T, D)
+    k,  # (B, K, T, D): neighbouring heads of q share a head of k and v
+    v,  # (B, K, T, E)
+    t=None,  # broadcastable to (B, H, T)
+    table=None,  # (H, W)
+    tail=None,  # (H,)
+    slope=None,  # (H,)
     scale=1.0,
     window=0,
     first=0,
     row_sum=False,
     power=None,
-    mix=None,
-    sets=None,
-    more=None,
+    mix=None,  # broadcastable to (B, H / 2, T)
+    sets=None,  # (B, T) bits: a row does not see keys with which it has a common bit
+    more=None,  # (H, T, T): another term of the scores
 ):
     """What kernels.attend returns for the same arguments: the output in the dtype of v, and the row
-    statistic in float32 at least. more (H, T, T): another term of the scores."""
-    wide, (H, T) = torch.promote_types(q.dtype, torch.float32), q.shape[1:3]
+    statistic in float32 at least."""
+    B, H, T = q.shape[:3]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k = every_head(k, H)
+    v = every_head(v, H)
     apart = distances(T, T, q.device)
-    k, v = k.repeat_interleave(H // k.shape[1], 1), v.repeat_interleave(H // v.shape[1], 1)
     s = (q @ k.mT).to(wide) * scale + bias(apart, table, tail, slope, more)
     seen = visible(apart, window, first)
-    if sets is not None:  # no common bit
+    if sets is not None:
         seen = seen & ((sets[:, :, None] & sets[:, None]) == 0)[:, None]
-    t = None if t is None else t.to(wide).expand(q.shape[:3])[..., None]
+    if t is not None:
+        t = t.to(wide).expand(B, H, T)[..., None]
     w = weights_by_rule(rule, s, seen, t, power)
     if mix is not None:  # the view of heads 0, 2, .. minus mix times that of heads 1, 3, ..
-        w, v = w[:, 0::2] - mix.expand(len(q), H // 2, T)[..., None] * w[:, 1::2], v[:, 0::2]
-    return w.to(v.dtype) @ v, w.sum(-1) if row_sum else log_divisor(rule, s, seen, t, power)
+        w = w[:, 0::2] - mix.expand(B, H // 2, T)[..., None] * w[:, 1::2]
+        v = v[:, 0::2]
+    statistic = w.sum(-1) if row_sum else log_divisor(rule, s, seen, t, power)
+    return w.to(v.dtype) @ v, statistic
 
 
 def by_mean_square(x, eps=1e-6):
@@ -208,6 +259,11 @@ def heads(y, H):
     return y.unflatten(-1, (H, -1)).transpose(1, 2)
 
 
+def every_head(y, H):
+    """Neighbouring heads share a head of keys or values: (B, K, ..) to (B, H, ..)."""
+    return y.repeat_interleave(H // y.shape[1], 1)
+
+
 def featured(module, x):
     """Queries or keys after the norm without weights and the feature map."""
     c = module.config
@@ -217,20 +273,24 @@ def featured(module, x):
         x = by_mean_square(x)
     if c.feature == "mlp":  # When Attention Sink Emerges, table 6
         return torch.relu(x @ module.feature[0].weight.mT) @ module.feature[2].weight.mT
-    return elu_plus_one(x) if c.feature == "elu" else x  # Katharopoulos et al. 2020, eq. 7
+    if c.feature == "elu":  # Katharopoulos et al. 2020, eq. 7
+        return elu_plus_one(x)
+    return x
 
 
 def factor(module, n=None):
     """The scale of q.k, (H, R, 1) or a number. n (R, 1): how many keys each row sees."""
-    scale, root = module.config.scale, module.width**-0.5
+    scale = module.config.scale
+    root = module.width**-0.5
+    if scale == "one":
+        return 1.0
     if scale == "log_n":  # SSMax, Nakanishi 2501.19399; in LSSAR sigma = sqrt(d) log d
         return root * module.sigma[:, None, None] * n.log()
     if scale == "asentmax":  # the asentmax repository, sparse_gemma.py
-        return root * (
-            1
-            + module.scale_beta[:, None, None] * (n + 1).log() ** module.scale_gamma[:, None, None]
-        )
-    return 1.0 if scale == "one" else root
+        beta = module.scale_beta[:, None, None]
+        gamma = module.scale_gamma[:, None, None]
+        return root * (1 + beta * (n + 1).log() ** gamma)
+    return root
 
 
 def scores(module, q, k, n):
@@ -241,34 +301,29 @@ def scores(module, q, k, n):
 def key_heads(module):
     """The key head of each score head. Where each view has its own keys, views 0 and 1 of a head
     take a pair."""
-    H, K = module.shapes["q"][0], module.shapes["k"][0]
-    pairs = module.config.diff in ("subtract", "v1")
-    return [h // 2 // (H // K) * 2 + h % 2 if pairs else h // (H // K) for h in range(H)]
+    H, _ = module.shapes["q"]
+    K, _ = module.shapes["k"]
+    if module.config.diff in ("subtract", "v1"):
+        return [h // 2 // (H // K) * 2 + h % 2 for h in range(H)]
+    return [h // (H // K) for h in range(H)]
 
 
 def whole(parameter, H, width):
     """A bias of H heads (H, width) from one that all share, or that has only its first channels."""
-    return F.pad(parameter, (0, width - parameter.shape[1])).repeat_interleave(
-        H // len(parameter), 0
-    )
+    padded = F.pad(parameter, (0, width - parameter.shape[1]))
+    return padded.repeat_interleave(H // len(parameter), 0)
 
 
 def extra_score(module, q, n):
     """The score of an extra key, broadcastable to (B, H, R, 1), or None."""
     sink = module.config.sink
-    # When Attention Sink Emerges, table 4: a learned key, like any other
-    if sink in ("key", "key_value"):
-        return scores(
-            module, q, whole(module.sink_key, *module.shapes["k"])[key_heads(module), None], n
-        )
-    # softmax1, Miller 2023; GPT-OSS, The Attention Sink as Native MoE, eq. 2
-    return (
-        module.sink_logit[:, None, None]
-        if sink == "logit"
-        else torch.zeros(1, 1, 1)
-        if sink == "one"
-        else None
-    )
+    if sink in ("key", "key_value"):  # When Attention Sink Emerges, table 4: like any other key
+        key = whole(module.sink_key, *module.shapes["k"])[key_heads(module), None]
+        return scores(module, q, key, n)
+    if sink == "logit":  # GPT-OSS, The Attention Sink as Native MoE, eq. 2
+        return module.sink_logit[:, None, None]
+    if sink == "one":  # softmax1, Miller 2023
+        return torch.zeros(1, 1, 1)
 
 
 def with_extra(s, seen, extra):
@@ -276,36 +331,34 @@ def with_extra(s, seen, extra):
     it."""
     if extra is None:
         return s, seen
-    return torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1), torch.cat(
-        [seen[..., :1] | True, seen], -1
-    )
+    s = torch.cat([extra.to(s).expand(s[..., :1].shape), s], -1)
+    seen = torch.cat([seen[..., :1] | True, seen], -1)
+    return s, seen
 
 
 def row_input(module, n, s, seen):
     """t and the power of a layer's rule. n (R, 1): how many keys each row sees. Both views of a
     head share a number."""
-    c, args, t, power = module.config, module.args, None, module.args.get("power")
+    c, args = module.config, module.args
+    t, power = None, args.get("power")
 
     def per_head(parameter):
         return parameter.repeat_interleave(module.score_heads // module.heads)[:, None, None]
 
     if c.rule == "elastic":  # the offsets of Lazy Attention's table 2
-        t = (
-            per_head(module.tau)
-            / {"True": n, "False": 1, "block": c.block_size}[str(args["per_length"])]
-        )
-    if c.rule == "tra":
-        t = (
-            per_head(module.beta)
-            * (2 * (n / args["kappa"]).log().clamp(min=0) / module.width).sqrt()
-        )
+        divisor = {"True": n, "False": 1, "block": c.block_size}[str(args["per_length"])]
+        t = per_head(module.tau) / divisor
+    if c.rule == "tra":  # beta sqrt(2 log(n / kappa) / d)
+        log_n = (n / args["kappa"]).log().clamp(min=0)
+        t = per_head(module.beta) * (2 * log_n / module.width).sqrt()
     if c.rule == "sigmoid":
         t = s.new_tensor(math.log(c.block_size) if args["length_bias"] else 0.0)
     if c.rule == "lssar":
-        t = torch.where(n > 3, 1 / n, 0.0) * (softplus(s) * seen).sum(-1, keepdim=True)
-    # alpha = 1 + sigmoid(theta), at least 1.01
-    if c.rule == "entmax" and args["alpha"] == "learned":
-        t = 1 / torch.sigmoid(per_head(torch.where(module.theta > -4.6, module.theta, -4.6)))
+        mean = torch.where(n > 3, 1 / n, 0.0)
+        t = mean * (softplus(s) * seen).sum(-1, keepdim=True)
+    if c.rule == "entmax" and args["alpha"] == "learned":  # alpha = 1 + sigmoid(theta) >= 1.01
+        theta = torch.where(module.theta > -4.6, module.theta, -4.6)
+        t = 1 / torch.sigmoid(per_head(theta))
     elif c.rule == "entmax":
         power = 1 / (args["alpha"] - 1)
     return t, power
@@ -315,28 +368,30 @@ def all_views(module, q, k, table=None, early=None):
     """The weights of every score head, (B, H, R, T), or (B, H, R, 1 + T) with those of an extra key
     first. table: None, a (H, W) table, or (table, tail, slope). early: the queries as they meet
     first keys, with StreamingLLM's RoPE."""
-    c, (R, T) = module.config, (q.shape[2], k.shape[2])
-    windowed, apart, k = (
-        module.depth % c.window_every == 0,
-        distances(R, T),
-        k[:, key_heads(module)],
-    )
+    c = module.config
+    R, T = q.shape[2], k.shape[2]
+    k = k[:, key_heads(module)]
+    windowed = module.depth % c.window_every == 0
+    apart = distances(R, T)
     seen = visible(apart, c.window * windowed, c.first)
     n = seen.sum(-1, keepdim=True).to(q.dtype)
     s = scores(module, q, k, n)
     if early is not None:
         s = torch.where(torch.arange(T) < c.first, scores(module, early, k, n), s)
+    if isinstance(table, torch.Tensor):
+        table = (table,)
     if table is not None:
-        s = s + bias(apart, *((table,) if isinstance(table, torch.Tensor) else table))
+        s = s + bias(apart, *table)
     s, seen = with_extra(s, seen, extra_score(module, q, n))
     w = weights_by_rule(c.rule, s, seen, *row_input(module, n, s, seen))
-    total = w.sum(-1, keepdim=True)  # When Attention Sink Emerges, table 6; length: Wortsman et al.
-    return (
-        w
-        / {"none": 1.0, "sum": total + 1e-8, "length": n, "max1": total.abs().clamp(min=1.0)}[
-            c.normalize
-        ]
-    )
+    total = w.sum(-1, keepdim=True)
+    if c.normalize == "sum":  # When Attention Sink Emerges, table 6
+        return w / (total + 1e-8)
+    if c.normalize == "max1":
+        return w / total.abs().clamp(min=1.0)
+    if c.normalize == "length":  # Wortsman et al.
+        return w / n
+    return w
 
 
 def views(module, q, k, x, table=None, early=None):
@@ -355,7 +410,8 @@ def mix(module, x):
         return torch.sigmoid(module.lambda_logit)[:, None, None]
     if module.config.diff == "v2":  # unilm, Diff-Transformer-V2
         return torch.sigmoid(x @ module.lambda_proj.weight.mT).mT[..., None]
-    up, down = module.lambda_q1 @ module.lambda_k1, module.lambda_q2 @ module.lambda_k2
+    up = module.lambda_q1 @ module.lambda_k1
+    down = module.lambda_q2 @ module.lambda_k2
     return up.exp() - down.exp() + lambda_init(module)  # Ye et al. 2410.05258, eq. 3
 
 
@@ -375,7 +431,7 @@ def attend(module, q, k, v, x, table=None, early=None):
 def output(module, w, v, x):
     """Each head's output (B, H, R, E) from its weights, values, and the layer's input x."""
     H, T = w.shape[1], v.shape[2]
-    o = w[..., -T:] @ v.repeat_interleave(H // v.shape[1], 1)
+    o = w[..., -T:] @ every_head(v, H)
     if module.config.sink == "key_value":  # When Attention Sink Emerges, table 4
         o = o + w[..., :1] * whole(module.sink_value, H, v.shape[3])[:, None]
     return finished(module, o, x, v)
@@ -383,42 +439,52 @@ def output(module, w, v, x):
 
 def finished(module, o, x, v):
     """The steps after the heads' outputs (B, H, R, E), in order."""
-    c, H = module.config, o.shape[1]
+    c = module.config
+    H, R, E = o.shape[1:]
     if c.value_bias == "on":  # When Attention Sink Emerges, table 4
-        o = o + whole(module.value_bias, H, o.shape[3])[:, None]
+        o = o + whole(module.value_bias, H, E)[:, None]
     if c.dex == "on":  # Kong et al. 2505.16333. progress: the share of the training so far
         a = (module.progress / module.args["anneal"]).clamp(max=1.0)
-        o = o - ((1 - a) * a * lambda_init(module) + a * module.dex_lambda) * (
-            o @ module.dex_proj.weight.mT
-        )
+        strength = (1 - a) * a * lambda_init(module) + a * module.dex_lambda
+        o = o - strength * (o @ module.dex_proj.weight.mT)
     if c.exclude == "own":  # XSA, 2603.09078
-        unit = F.normalize(v[:, :, -o.shape[2] :].repeat_interleave(H // v.shape[1], 1), dim=-1)
+        unit = F.normalize(every_head(v[:, :, -R:], H), dim=-1)
         o = o - (o * unit).sum(-1, keepdim=True) * unit
     if c.gate == "silu_first":  # Mamba2 gates before its norm
         o = o * F.silu(heads(module.gate(x), H))
     if c.out_norm == "head":
         o = by_mean_square(o, module.args["out_norm_eps"]) * module.out_norm.weight
-    elif c.out_norm != "none":  # over all heads side by side
-        flat = o.transpose(1, 2).flatten(2)
-        y = flat - flat.mean(-1, keepdim=True) if c.out_norm == "layer" else flat  # TTT's LayerNorm
-        # ReLA, Zhang et al. 2021
-        y = by_mean_square(y, module.args["out_norm_eps"]) * module.out_norm.weight
-        y = y + module.out_norm.bias if c.out_norm == "layer" else y
-        # ReLA's gated form
-        y = y * torch.sigmoid(module.norm_gate * flat) if c.out_norm == "gated" else y
-        o = heads(y, H)
+    elif c.out_norm != "none":
+        o = heads(normed_together(module, o.transpose(1, 2).flatten(2)), H)
     if c.diff == "v1":  # Ye et al. 2410.05258, eq. 4
         o = o * (1 - lambda_init(module))
-    if c.gate in ("head", "element", "low_rank", "silu"):  # Qiu et al. 2505.06708; KDA, 2510.26692
-        o = o * (F.silu if c.gate == "silu" else torch.sigmoid)(heads(module.gate(x), H))
+    if c.gate == "silu":
+        o = o * F.silu(heads(module.gate(x), H))
+    if c.gate in ("head", "element", "low_rank"):  # Qiu et al. 2505.06708; KDA, 2510.26692
+        o = o * torch.sigmoid(heads(module.gate(x), H))
     return o
+
+
+def normed_together(module, flat):
+    """The norm over all heads side by side, (B, R, H * E)."""
+    kind, norm = module.config.out_norm, module.out_norm
+    y = flat
+    if kind == "layer":  # TTT's LayerNorm
+        y = y - y.mean(-1, keepdim=True)
+    y = by_mean_square(y, module.args["out_norm_eps"]) * norm.weight  # ReLA, Zhang et al. 2021
+    if kind == "layer":
+        y = y + norm.bias
+    if kind == "gated":  # ReLA's gated form
+        y = y * torch.sigmoid(module.norm_gate * flat)
+    return y
 
 
 def rotated(x, places, base):
     """RoPE, Su et al. 2021: channels c and c + D/2 are a pair, which turns by the angle place *
     base^(-2c / D)."""
     half = x.shape[-1] // 2
-    angle = places[:, None] * base ** (-torch.arange(half, device=x.device).to(x) / half)
+    c = torch.arange(half, device=x.device).to(x)
+    angle = places[:, None] * base ** (-c / half)
     pair = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.exp(1j * angle)
     return torch.cat([pair.real, pair.imag, x[..., 2 * half :]], -1)
 
@@ -426,11 +492,10 @@ def rotated(x, places, base):
 def t5_bucket(apart):
     """Raffel et al. 1910.10683: each of 16 near distances is a bucket; bucket 16 + c ends at 16 *
     8^((c + 1) / 16)."""
-    return (
-        apart
-        if apart < 16
-        else min(31, 16 + sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16)))
-    )
+    if apart < 16:
+        return apart
+    ended = sum(apart >= 16 * 8 ** ((c + 1) / 16) for c in range(16))
+    return min(31, 16 + ended)
 
 
 def positions(module, T):
@@ -449,31 +514,35 @@ def positions(module, T):
         raise NotImplementedError(f"define the bias of --pos={pos} here")
 
 
+def convolved(module, y):
+    """The short convolution over 4 tokens, each channel by itself, (B, T, ..). H3, Mamba."""
+    T = y.shape[1]
+    padded = F.pad(y, (0, 0, 3, 0))
+    return F.silu(sum(module.conv[:, 0, n] * padded[:, n : n + T] for n in range(4)))
+
+
 def layer(module, x, attend=attend):
     """The whole layer: x (B, T, C) to (B, T, C). attend: see above, or that of a mixer."""
-    c, T, y = module.config, x.shape[1], module.c_attn(x)
-    if hasattr(module, "conv"):  # over 4 tokens: H3, Mamba
-        y = F.silu(
-            sum(module.conv[:, 0, n] * F.pad(y, (0, 0, 3, 0))[:, n : n + T] for n in range(4))
-        )
+    c, T = module.config, x.shape[1]
+    y = module.c_attn(x)
+    if hasattr(module, "conv"):
+        y = convolved(module, y)
     q, k, v = y.split([H * width for H, width in module.shapes.values()], -1)
     if c.qk_norm == "all":  # OLMo 2: all heads together
-        q, k = (
-            by_mean_square(y, c.norm_eps) * norm.weight
-            for y, norm in ((q, module.q_norm), (k, module.k_norm))
-        )
+        q = by_mean_square(q, c.norm_eps) * module.q_norm.weight
+        k = by_mean_square(k, c.norm_eps) * module.k_norm.weight
     q, k, v = (heads(y, H) for y, (H, _) in zip((q, k, v), module.shapes.values(), strict=True))
     if c.qk_norm == "head":  # Qwen3
-        q, k = (
-            by_mean_square(y, c.norm_eps) * norm.weight
-            for y, norm in ((q, module.q_norm), (k, module.k_norm))
-        )
-    # TTT: in its chunk
-    early, places = None, torch.arange(T) % (module.args["chunk"] if c.rule == "descent" else T)
+        q = by_mean_square(q, c.norm_eps) * module.q_norm.weight
+        k = by_mean_square(k, c.norm_eps) * module.k_norm.weight
+    early = None
     if "rope" in c.pos:
-        # StreamingLLM counts places in its cache
-        if c.first and module.depth % c.window_every == 0:
+        places = torch.arange(T)
+        if c.rule == "descent":  # TTT counts places in each chunk
+            places = places % module.args["chunk"]
+        if c.first and module.depth % c.window_every == 0:  # StreamingLLM: in its cache
             early = rotated(q, places.clamp(max=c.first + c.window - 1), c.rope_base)
-        q, k = rotated(q, places, c.rope_base), rotated(k, places, c.rope_base)
-    table = positions(module, T)
-    return module.c_proj(attend(module, q, k, v, x, table, early).transpose(1, 2).flatten(2))
+        q = rotated(q, places, c.rope_base)
+        k = rotated(k, places, c.rope_base)
+    o = attend(module, q, k, v, x, positions(module, T), early)
+    return module.c_proj(o.transpose(1, 2).flatten(2))

@@ -17,9 +17,10 @@ from model import GPT
 from pretrained import export
 from training.weights import num_trained, train_only
 
-SHORT = """--max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4
-           --warmup_iters=2 --lr_decay_iters=8 --learning_rate=5e-2 --device=cpu
-           --dtype=float32""".split()
+SHORT = """
+    --max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4 --warmup_iters=2
+    --lr_decay_iters=8 --learning_rate=5e-2 --device=cpu --dtype=float32
+""".split()
 LORA = ("--train_only=lora", "--lora_rank=2")
 FOCUS = ("--train_only=focus", "--attn=focus", "--window=4")
 
@@ -56,20 +57,15 @@ def lora(base):
 @torch.no_grad()
 def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     """A is initialised like other weights, B is 0. The seed and the layer decide A."""
-    plain, one, other = (
-        GPT(tiny_config(n_layer=2, **choices), bounds.SEED).eval() for _ in range(3)
-    )
+    config = tiny_config(n_layer=2, **choices)
+    plain, one, other = (GPT(config, bounds.SEED).eval() for _ in range(3))
+    knobs = {"init_from": "run", "train_only": "lora", "lora_rank": 16, "seed": bounds.SEED}
     for model in (one, other):
-        train_only(
-            model,
-            train_script.Train(init_from="run", train_only="lora", lora_rank=16, seed=bounds.SEED),
-        )
+        train_only(model, train_script.Train(**knobs))
     idx = torch.arange(16)[None]
-    first, a, b = (
-        model.transformer.h[layer].attn.c_proj.lora_a
-        for model, layer in ((one, 0), (one, 1), (other, 1))
-    )
-    same([a, one(idx)[0]], [b, plain(idx)[0]])
+    same(one(idx)[0], plain(idx)[0])
+    first, a = (block.attn.c_proj.lora_a for block in one.transformer.h)
+    same(a, other.transformer.h[1].attn.c_proj.lora_a)
     assert not torch.equal(a, first)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))  # eight standard errors
     for n, (name, p) in enumerate(one.named_parameters()):
@@ -80,12 +76,10 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
 
     # only these matrices are trained, with weight decay
     (decay,) = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
-    assert decay["weight_decay"] == 0.1 and sum(p.numel() for p in decay["params"]) == num_trained(
-        one
-    )
-    assert frozen(one) == {
-        name for name, _ in one.named_parameters(remove_duplicate=False) if ".lora_" not in name
-    }
+    assert decay["weight_decay"] == 0.1
+    assert sum(p.numel() for p in decay["params"]) == num_trained(one)
+    names = [name for name, _ in one.named_parameters(remove_duplicate=False)]
+    assert frozen(one) == {name for name in names if ".lora_" not in name}
 
 
 @pytest.mark.parametrize("saved, flags", [(False, LORA), (True, FOCUS)], ids=["lora", "focus"])
@@ -94,23 +88,20 @@ def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(
 ):
     """Frozen weights change neither in the trained model after its last step nor in the base's
     folder. Buffers are stored as well. A run can also resume before its first checkpoint."""
-    trained, before = [], contents(base)
+    trained = []
+    before = contents(base)
     monkeypatch.setattr(train_script, "report", lambda model, *more: trained.append(model) or {})
-    stopped, whole = (
-        adapt(base, tmp_path / f"{steps}", *flags, f"--max_iters={steps}") for steps in (4, 8)
-    )
-    now, own, kept = trained[1].state_dict(), weights(whole), weights(base)
+    stopped = adapt(base, tmp_path / "stopped", *flags, "--max_iters=4")
+    whole = adapt(base, tmp_path / "whole", *flags)
+    now = trained[1].state_dict()
+    own, kept = weights(whole), weights(base)
     assert set(now) - set(own) == set(kept) and contents(base) == before
     same(now, kept | own)
     assert all(value.abs().max() > 0 for value in own.values())
-    assert (
-        meta(whole)["base"]
-        == meta(stopped)["base"]
-        == {"path": str(base), "weights": fingerprint(base)}
-    )
-    assert meta(whole)["trained"] == sum(
-        p.numel() for p in trained[1].parameters() if p.requires_grad
-    )
+    named = {"path": str(base), "weights": fingerprint(base)}
+    assert meta(whole)["base"] == meta(stopped)["base"] == named
+    learned = [p for p in trained[1].parameters() if p.requires_grad]
+    assert meta(whole)["trained"] == sum(p.numel() for p in learned)
     assert flags != FOCUS or {"centroids", "potential"} <= {name.split(".")[-1] for name in own}
     if not saved:
         (stopped / "ckpt.pt").unlink()
@@ -120,7 +111,8 @@ def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(
 
 def test_every_reader_sees_base_and_adapter_as_one_model(base, lora, evaluate, tmp_path):
     """So are the exported weights, and an adapter on an adapter."""
-    together, name = read_weights(lora), "transformer.h.0.attn.c_proj"
+    name = "transformer.h.0.attn.c_proj"
+    together = read_weights(lora)
     same(together, merged(weights(base) | weights(lora), lora))
     same(load_run(lora, "cpu")[0].state_dict(), together)
     old, new = (evaluate("loss", f"--out_dir={run}", "--windows=4")["loss"] for run in (base, lora))

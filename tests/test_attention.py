@@ -20,8 +20,7 @@ from model import GPT
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 # recipe, --attn_args, initial values of its parameters, of its buffers ("fixed") and of constants
-# of
-# --attn_args ("arg"): four heads of width 8 at block_size 1024
+# of --attn_args ("arg"): four heads of width 8 at block_size 1024
 INITIAL = [
     ("ssmax", "", {"sigma": 1024 / math.lgamma(1025)}),  # 1 / mean(log n)
     ("sink", "", {"sink_logit": 0.0}),
@@ -73,9 +72,8 @@ SPREAD = {  # recipe: {parameter: standard deviation}, for heads of width 512
 
 @pytest.mark.parametrize("attn, args, values", INITIAL)
 def test_parameters_and_constants_start_at_the_values_of_their_papers(attn, args, values):
-    module = fresh(
-        attn, attn_args=args, block_size=1024, window=4 if attn == "focus" else 0
-    ).float()
+    window = 4 if attn == "focus" else 0
+    module = fresh(attn, torch.float32, attn_args=args, block_size=1024, window=window)
     kinds = {
         "": dict(module.named_parameters()),
         "fixed": dict(module.named_buffers()),
@@ -105,17 +103,12 @@ def importance_of(module, q, k, v, x):
 @pytest.mark.parametrize(
     "choices",
     [
-        *(
-            {"attn": attn}
-            for attn in (
-                "softmax",
-                "window",
-                "sink_token",
-                "softmax1",
-                "kv_bias",
-                "gated_elementwise",
-            )
-        ),
+        {"attn": "softmax"},
+        {"attn": "window"},
+        {"attn": "sink_token"},
+        {"attn": "softmax1"},
+        {"attn": "kv_bias"},
+        {"attn": "gated_elementwise"},
         {"attn": "softmax", "pos": "t5"},
         {"attn": "softmax", "pos": "alibi", "n_kv_head": 2},
         {"attn": "ssmax", "qk_norm": "l2"},
@@ -127,18 +120,21 @@ def importance_of(module, q, k, v, x):
 def test_importance_and_its_gradient_equal_their_definition(choices):
     """Importance is the gate's mean, or 1 minus the sink's mean weight. 45 rows are three blocks,
     computed again."""
-    module, T = layer(**choices, kernel="torch"), 45
+    T = 45
+    module = layer(**choices, kernel="torch")
     q, k, v, x = (a.requires_grad_() for a in inputs(module, T))
     if module.config.gate != "none":
         opened = torch.sigmoid(module.gate(x)).unflatten(-1, (4, -1)).mean((0, 1, 3))
     else:
         opened = 1 - reference.weights(module, q, k, x, module.distance())[..., 0].mean((0, 2))
-    leaves, above = [q, k, x, *scalars(module)], normal(4, stream=9)
-    found, expected = (
-        [value, *torch.autograd.grad(value, leaves, above, materialize_grads=True)]
-        for value in (importance_of(module, q, k, v, x), opened)
-    )
-    close(found, expected, terms=T, size=1.0)
+    leaves = [q, k, x, *scalars(module).values()]
+
+    def with_gradients(value):
+        above = normal(4, stream=9)
+        return [value, *torch.autograd.grad(value, leaves, above, materialize_grads=True)]
+
+    found = with_gradients(importance_of(module, q, k, v, x))
+    close(found, with_gradients(opened), terms=T, size=1.0)
 
 
 @pytest.mark.parametrize("size", [0.3, 30.0])
@@ -161,7 +157,8 @@ def test_gradients_of_a_long_sequence_add_up_in_float32(large):
     """Every row gives its weight to the first key, so the gradient of its value is the sum of dy.
     One of 256 blocks adds 512, each other block 0.25. In bfloat16 512 + 0.25 is 512. large: the
     block that adds 512."""
-    module, T = layer(dtype=torch.float32, kernel="torch"), 256 * kernels.BLOCK
+    T = 256 * kernels.BLOCK
+    module = layer(dtype=torch.float32, kernel="torch")
     q, k, v, x = inputs(module, T, B=1, dtype=torch.float32)
     v.requires_grad_()
     dy = torch.full((256, kernels.BLOCK), 0.25 / kernels.BLOCK)
@@ -170,12 +167,8 @@ def test_gradients_of_a_long_sequence_add_up_in_float32(large):
         k = 9 * (torch.arange(T) == 0)[:, None] + 0 * k
         y = module.attend(0 * q + 9, k, v.bfloat16(), x)  # the dtype of projections under autocast
     y.backward(dy.view(-1, 1).expand(y.shape).to(y.dtype))
-    close(
-        v.grad[:, :, 0],
-        torch.full_like(v.grad[:, :, 0], 512 + 255 / 4),
-        terms=1,
-        dtype=torch.bfloat16,
-    )
+    found = v.grad[:, :, 0]
+    close(found, torch.full_like(found, 512 + 255 / 4), terms=1, dtype=torch.bfloat16)
 
 
 def test_lssar_stays_finite_in_long_rows():
@@ -183,9 +176,8 @@ def test_lssar_stays_finite_in_long_rows():
     module = layer("lssar", dtype=torch.float32, block_size=2000)
     q, k, v, x = inputs(module, 1500, 1, dtype=torch.float32)
     k[:, :, 700] = q[:, :, 0]
-    assert all(
-        part is None or part.isfinite().all() for part in attend_and_gradients(module, q, k, v, x)
-    )
+    for part in attend_and_gradients(module, q, k, v, x):
+        assert part is None or part.isfinite().all()
     w = module.weights_of(q, k, x)
     close(w.sum(-1), torch.ones_like(w[..., 0]), terms=1500)
     below(100 / 1500, w[..., 700])  # a hundred times the uniform weight
@@ -201,10 +193,8 @@ def test_slopes_of_alibi_equal_their_formula():
 
     eight = [2.0**-h for h in range(1, 9)]
     assert slopes(8) == eight and slopes(1) == [2.0**-8]
-    # 0.7071, ...
-    close(
-        slopes(12), [*eight, *(2.0 ** -(h + 0.5) for h in range(4))], terms=1, dtype=torch.float32
-    )
+    between = [2.0 ** -(h + 0.5) for h in range(4)]  # 0.7071, ...
+    close(slopes(12), eight + between, terms=1, dtype=torch.float32)
     close(slopes(2, attn="diff2"), [2.0**-4] * 2 + [2.0**-8] * 2, terms=1, dtype=torch.float32)
 
 
@@ -215,7 +205,9 @@ KEYS = {"softmax": 192, "window": 6, "streaming": 10}  # in the cache after 192 
 def test_a_cache_keeps_only_what_is_needed(attn):
     """From one whole chunk to another: in between, ttt and titans also hold the inputs of at most
     15 tokens."""
-    module, cache, sizes = layer(attn), Cache(), set()
+    module = layer(attn)
+    cache = Cache()
+    sizes = set()
     for part in normal(2, 192, 32).split([48, 16, 16, 112], 1):
         module(part, cache)
         sizes.add(sum(y.numel() for kept in cache.kept.values() for y in kept))
@@ -227,10 +219,11 @@ def test_a_cache_keeps_only_what_is_needed(attn):
 def test_dropout_zeroes_its_share_of_the_weights_and_scales_the_others():
     module = layer(kernel="torch", dropout=0.3).train()
     q, k, _, x = inputs(module, 45)
-    # so the output is the matrix of weights
     v = torch.eye(45, dtype=torch.float64).expand(2, 4, 45, 45)
-    w, found = module.weights_of(q, k, x), module.attend(q, k, v, x)
-    kept, count = found != 0, (w > 0).sum().item()
+    found = module.attend(q, k, v, x)  # the matrix of weights
+    w = module.weights_of(q, k, x)
+    kept = found != 0
+    count = (w > 0).sum().item()
     close(found, w * kept / 0.7)
     below(abs(1 - kept.sum().item() / count - 0.3), 8 * math.sqrt(0.21 / count))
 
@@ -239,12 +232,16 @@ def test_dropout_zeroes_its_share_of_the_weights_and_scales_the_others():
     "choices", [{"pos": "t5"}, {"attn": "elastic", "pos": "alibi"}, {"attn": "tda"}], ids=str
 )
 def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
-    # each device has its own generator
-    module = layer(**choices, kernel="torch", dropout=0.3).train().to(DEVICE)
+    module = layer(**choices, kernel="torch", dropout=0.3).train()
+    module.to(DEVICE)  # each device has its own generator
     T = 150 if "pos" in choices else 45  # beyond T5's table
-    qkvx, found = [a.to(DEVICE) for a in inputs(module, T)], []
-    # the second keeps its blocks
-    for compute in (kernels.checkpoint, lambda block, *args, **options: block(*args)):
+    qkvx = [a.to(DEVICE) for a in inputs(module, T)]
+    found = []
+
+    def keep(block, *args, **options):
+        return block(*args)
+
+    for compute in (kernels.checkpoint, keep):
         monkeypatch.setattr(kernels, "checkpoint", compute)
         torch.manual_seed(5)
         found.append(attend_and_gradients(module, *qkvx, table=module.distance()))

@@ -19,11 +19,8 @@ def make(folder, *flags):
 
 def sequences(folder, split="train"):
     """(N, length + 1) ids."""
-    return (
-        np.array(tokens.read_shard(folder / f"{split}.bin"))
-        .astype(np.int64)
-        .reshape(-1, meta(folder)["stride"])
-    )
+    ids = np.array(tokens.read_shard(folder / f"{split}.bin")).astype(np.int64)
+    return ids.reshape(-1, meta(folder)["stride"])
 
 
 def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_table(tmp_path):
@@ -31,10 +28,8 @@ def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_
     x = sequences(folder)
     table = np.array(meta(folder)["bigrams"])
     triggers = meta(folder)["triggers"]
-    assert (x[:, 0] == 64).all()
-    assert x[:, 1:].max() < 64
-    assert x.shape == (3000, 65)
-    assert len(set(triggers)) == 5
+    assert x.shape == (3000, 65) and len(set(triggers)) == 5
+    assert (x[:, 0] == 64).all() and x[:, 1:].max() < 64
     close(table.sum(1), np.ones(66))
     copies = np.isin(x[:, 1:-1], triggers) & (x[:, :-2] < 64)
     below(0.03, copies.mean())
@@ -45,25 +40,17 @@ def test_sequences_begin_with_bos_triggers_copy_and_all_other_tokens_follow_the_
     expected = table * counts.sum(1, keepdims=True)
     large = expected > 20  # nearly normal counts: allow ten standard errors
     assert large.sum() > 500
-    below(
-        *map(
-            torch.from_numpy,
-            (np.abs(counts - expected)[large], 10 * np.sqrt(expected * (1 - table))[large]),
-        )
-    )
+    error = np.abs(counts - expected)[large]
+    below(torch.tensor(error), torch.tensor(10 * np.sqrt(expected * (1 - table))[large]))
 
 
 def test_the_seed_determines_the_sequences_also_without_bos_and_with_a_fixed_token(tmp_path):
     flags = ("--length=20", "--no_bos", "--fixed_at=4", "--sequences=50", "--val_sequences=50")
-    a, b, c = (
-        make(tmp_path / name, f"--seed={seed}", *flags)
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
-    )
+    a = make(tmp_path / "a", "--seed=1", *flags)
+    b = make(tmp_path / "b", "--seed=1", *flags)
+    c = make(tmp_path / "c", "--seed=2", *flags)
     x = sequences(a)
     assert meta(a)["shards"] == meta(b)["shards"]
-    assert (x != sequences(c)).any()
-    assert (x != sequences(a, "val")).any()
-    assert x.shape == (50, 21)
-    assert (x[:, 4] == 65).all()
-    assert np.delete(x, 4, 1).max() < 64
-    assert len(set(x[:, 0])) > 10
+    assert (x != sequences(c)).any() and (x != sequences(a, "val")).any()
+    assert x.shape == (50, 21) and (x[:, 4] == 65).all()
+    assert np.delete(x, 4, 1).max() < 64 and len(set(x[:, 0])) > 10

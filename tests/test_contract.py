@@ -33,18 +33,14 @@ from model import GPT
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 FULL = {"attn": "focus", "sink": "logit", "gate": "head", "out_norm": "head", "qk_norm": "l2"}
-RECIPES = [{"attn": attn} for attn in ATTENTIONS]
-# sparse; with an extra key; both
-RECIPES += [{"attn": "focus", "topk": 1}, FULL, FULL | {"topk": 2}]
-EVERY = [
-    pytest.param(
-        choices,
-        id=" ".join(f"{axis}={value}" for axis, value in choices.items()).removeprefix("attn="),
-        marks=() if choices["attn"] in FEW else pytest.mark.exhaustive,
-    )
-    for choices in RECIPES
-]
-every = pytest.mark.parametrize("choices", EVERY)
+CASES = {attn: {"attn": attn} for attn in ATTENTIONS} | {
+    "focus topk=1": {"attn": "focus", "topk": 1},  # sparse
+    "focus with an extra key": FULL,
+    "focus with both": FULL | {"topk": 2},
+}
+every = pytest.mark.parametrize(
+    "choices", [by_default(case["attn"] in FEW, case) for case in CASES.values()], ids=[*CASES]
+)
 # The interpreter needs seconds per kernel, so the default tests have one recipe for each way of
 # calling the kernels: plain; with the statistic; twice as wide; half as many heads; a table; a
 # threshold in row sums; two views in one pass; a row sum to divide by; a state that erases; a state
@@ -66,36 +62,32 @@ CALLS = (
 MORE = {
     "elastic learn_alibi=1": {"attn": "elastic", "pos": "alibi", "attn_args": "learn_alibi=1"},
     "tda head_dim=136": {"attn": "tda", "head_dim": 136, "n_head": 2, "n_kv_head": 1},
-    "softmax pos=t5": {"attn": "softmax", "pos": "t5"},
 }
-called = pytest.mark.parametrize(
-    "choices, packed",
-    [
-        by_default(name in CALLS or name in [*MORE][:2], choices, False)
-        for name, choices in ({case.id: case.values[0] for case in EVERY} | MORE).items()
-    ]
-    + [
-        by_default(attn == "streaming", {"attn": attn}, True)
-        for attn in ("softmax", "streaming", "lazy", "entmax", "tda")
-    ],
-    ids=str,
-)
+IN_KERNELS = [
+    by_default(name in (*CALLS, *MORE), case, False) for name, case in (CASES | MORE).items()
+]
+IN_KERNELS += [
+    by_default(attn == "streaming", {"attn": attn}, True)
+    for attn in ("softmax", "streaming", "lazy", "entmax", "tda")
+]
+IN_KERNELS += [by_default(False, {"attn": "softmax", "pos": "t5"}, False)]
 
 
 @every
 def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
-    module, T = layer(**choices), 21
+    module = layer(**choices)
+    T = 21
     q, k, v, x = inputs(module, T)
     for place in (0, 4):
-        hidden, later = module.mask._replace(hidden=place), slice(place + 1, None)
+        hidden = module.mask._replace(hidden=place)
+        later = slice(place + 1, None)
         here = torch.arange(T)[:, None] == place
         assert module.weights_of(q, k, x, mask=hidden)[:, :, later, place - T].abs().max() == 0
         if choices["attn"] == "routing":  # a cluster takes another token in its place
             continue
         o = module.attend(q, k, v, x, mask=hidden)
-        other = module.attend(
-            q, torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v), x, mask=hidden
-        )
+        changed = torch.where(here, -k, k), torch.where(here, 1 - 2 * v, v)
+        other = module.attend(q, *changed, x, mask=hidden)
         close(other[:, :, later], o[:, :, later], terms=T)
         close(o[:, :, : place + 1], module.attend(q, k, v, x)[:, :, : place + 1], terms=T)
 
@@ -105,37 +97,36 @@ PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))  # where documents begin in two sequen
 
 @pytest.mark.parametrize(
     "choices",
-    [by_default(case.id in ("streaming", "tda", "focus"), *case.values) for case in EVERY],
-    ids=str,
+    [by_default(name in ("streaming", "tda", "focus"), case) for name, case in CASES.items()],
+    ids=[*CASES],
 )
 def test_no_row_sees_another_document_of_a_pack(choices):
     """Nor has it a gradient from there: output and gradient are those of each document alone."""
-    module, x, above = (
-        layer(**choices),
-        normal(2, 24, 32).requires_grad_(),
-        normal(2, 24, 32, stream=1),
-    )
+    module = layer(**choices)
+    x = normal(2, 24, 32).requires_grad_()
+    above = normal(2, 24, 32, stream=1)
     if module.config.mixer != "attention" or module.sink_tokens:
         with pytest.raises(
             ValueError, match="--docs=1 (needs attention|cannot be used with --sink=token)"
         ):
             mixers.check_packs(module.config)
         return
-    parts = [
-        module(part)
-        for b, begins in enumerate(PACKED)
-        for part in x[b : b + 1].tensor_split(begins[1:], 1)
-    ]
-    starts = torch.tensor(
-        [[max(begin for begin in begins if begin <= i) for i in range(24)] for begins in PACKED]
-    )
-    o, alone = module(x, None, None, starts), torch.cat(parts, 1).view_as(x)
-    g, g_alone = (
-        torch.autograd.grad((y * above).sum(), x, retain_graph=True)[0] for y in (o, alone)
-    )
-    close([o, g], [alone, g_alone], terms=24 * 32 * 64)
-    for own in (starts == start for start in starts.unique()):
-        assert not torch.autograd.grad((o * above)[own].sum(), x, retain_graph=True)[0][~own].any()
+    starts = torch.zeros(2, 24, dtype=torch.long)
+    parts = []
+    for b, begins in enumerate(PACKED):
+        for begin in begins:
+            starts[b, begin:] = begin
+        parts += map(module, x[b : b + 1].tensor_split(begins[1:], 1))
+    alone = torch.cat(parts, 1).view_as(x)
+    o = module(x, None, None, starts)
+
+    def gradient(y):
+        return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+    close([o, gradient(o * above)], [alone, gradient(alone * above)], terms=24 * 32 * 64)
+    for start in starts.unique():
+        own = starts == start
+        assert not gradient((o * above)[own])[~own].any()
 
 
 @every
@@ -152,7 +143,8 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
         "times 300": (300 * q, k),
         "all keys but one's own point away": (30 * own, -30 * k),
     }.items():
-        T, gates = scores[1].shape[2], 300 * x if name == "times 300" else x  # x decides gates
+        T = scores[1].shape[2]
+        gates = 300 * x if name == "times 300" else x  # x decides gates
         for a in attend_and_gradients(module, *scores, v[:, :, :T], gates[:, :T]):
             assert a is None or a.isfinite().all(), name
 
@@ -160,21 +152,19 @@ def test_extreme_scores_stay_finite_in_values_and_gradients(choices):
 def without_jumps(choices, T):
     """Routing has clusters of all T tokens, and selection selects all T keys: rounding cannot
     change which they are."""
-    whole = {"magicpig": {"attn_args": f"recent={T}"}} | dict.fromkeys(
-        ("topk", "sparq", "quest"), {"topk": 0}
-    )
-    routing = {"attn_args": f"cluster_size={T}"} if choices["attn"] == "routing" else {}
-    return choices | routing | whole.get(selection(**choices), {})
+    if choices["attn"] == "routing":
+        return choices | {"attn_args": f"cluster_size={T}"}
+    if selection(**choices) == "magicpig":
+        return choices | {"attn_args": f"recent={T}"}
+    return choices | ({"topk": 0} if selection(**choices) else {})
 
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_close_to_float64(choices, dtype):
     """The bound is the effect of rounding the input. The last tokens are decoded from a cache."""
-    module, x = (
-        layer(**without_jumps(choices, 40), dtype=torch.float32),
-        normal(2, 40, 32, dtype=torch.float32),
-    )
+    module = layer(**without_jumps(choices, 40), dtype=torch.float32)
+    x = normal(2, 40, 32, dtype=torch.float32)
     cache, parts = (Cache(), x.split([37, 1, 1, 1], 1)) if module.cached else (None, [x])
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), torch.no_grad():
         low = torch.cat([module(part, cache) for part in parts], 1)
@@ -203,26 +193,22 @@ def test_training_memory_grows_linearly(choices):
 def test_a_models_seed_alone_decides_its_initial_values_and_a_file_of_tensors_restores_it(choices):
     """All models of a seed share what they have in common. The global generator has another state
     each time."""
-    one, again, other, plain = (
-        GPT(tiny_config(**SIZES | more), seed).eval()
-        for more, seed in (
-            (choices, 5),
-            (choices, 5),
-            (choices, 6),
-            ({"attn": "softmax", "pos": "learned"}, 5),
-        )
-    )
-    first, plain, idx = one.state_dict(), plain.state_dict(), torch.arange(13)[None]
-    same(again.state_dict(), first)
-    assert not torch.equal(
-        first["transformer.wte.weight"], other.state_dict()["transformer.wte.weight"]
-    )
+
+    def model(seed, choices=choices):
+        return GPT(tiny_config(**SIZES | choices), seed).eval()
+
+    one, other = model(5), model(6)
+    first = one.state_dict()
+    plain = model(5, {"attn": "softmax", "pos": "learned"}).state_dict()
+    same(model(5).state_dict(), first)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
     shared = [name for name in first if name in plain and first[name].shape == plain[name].shape]
     assert len(shared) > 5
     same([first[name] for name in shared], [plain[name] for name in shared])
     torch.save(first, file := io.BytesIO())
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
+    idx = torch.arange(13)[None]
     same(other.state_dict(), first)
     same(other(idx)[0], one(idx)[0])
 
@@ -235,13 +221,8 @@ def test_every_parameter_learns(choices):
 @pytest.mark.parametrize("attn", ATTENTIONS)
 def test_params_describe_the_recipe(attn):
     module = layer(attn, dtype=torch.float32)
-    own = {
-        name
-        for name, _ in [
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        ]
-    }
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    own |= {name for name, _ in module.named_buffers(recurse=False)}
     found = params.figures(module)
     assert not own - {*params.HIDDEN, "table", "alibi", "t5"} or found
     assert found.keys() <= params.MEANINGS.keys(), "give it a line in MEANINGS of evals/params.py"
@@ -264,7 +245,7 @@ def test_combinations_of_axes_obey_the_same_contract(choices):
         test(choices)
 
 
-@called
+@pytest.mark.parametrize("choices, packed", IN_KERNELS, ids=str)
 def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, packed):
     """On a GPU or interpreted, with a learned distance bias and grouped heads. Some keys occur
     twice: scores tie. packed: several documents in a sequence."""
@@ -279,14 +260,15 @@ def test_a_kernel_equals_the_block_loop_in_output_and_all_gradients(choices, pac
         assert choices["attn"] not in CALLS, e
         pytest.skip(str(e))
     loop.load_state_dict(fused.state_dict())
-    T = 140 if choices.get("pos") == "t5" else 84 if packed else 45  # 140: beyond T5's table
+    T = 84 if packed else 45
+    if choices.get("pos") == "t5":
+        T = 140  # beyond its table
     qkvx = [a.to(DEVICE) for a in inputs(fused, T, dtype=torch.float32)]
     qkvx[1][:, :, 30:40] = qkvx[1][:, :, 10:20]
     if packed:
-        first = torch.tensor(
-            [[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20], device=DEVICE
-        )
-        fused.mask, loop.mask = (module.mask._replace(starts=first) for module in (fused, loop))
+        starts = [[0] * 9 + [9] + [10] * 54 + [64] * 20, [0] * 32 + [32] * 32 + [64] * 20]
+        starts = torch.tensor(starts, device=DEVICE)
+        fused.mask, loop.mask = (module.mask._replace(starts=starts) for module in (fused, loop))
     found, expected = (
         attend_and_gradients(module.to(DEVICE), *qkvx, table=module.distance())
         for module in (fused, loop)

@@ -42,17 +42,15 @@ def commands_of(page):
     """(script, arguments) of every command in a page that starts a script of ours: in its sh
     blocks, and in code of its text that starts python or torchrun. Placeholders such as ... and
     FILE stay out."""
+
+    def unrolled(loop):
+        name, words, body = loop.groups()
+        return "\n".join(body.replace(f"${name}", word) for word in words.split())
+
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", page, re.S)).replace("\\\n", " ")
-    blocks = re.sub(
-        r"^for (\w+) in (.*?); do (.*); done$",
-        lambda loop: "\n".join(loop[3].replace(f"${loop[1]}", word) for word in loop[2].split()),
-        blocks,
-        flags=re.M,
-    )
-    quoted = re.findall(
-        r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`",
-        re.sub(r"```.*?```", "", page, flags=re.S),
-    )
+    blocks = re.sub(r"^for (\w+) in (.*?); do (.*); done$", unrolled, blocks, flags=re.M)
+    text = re.sub(r"```.*?```", "", page, flags=re.S)
+    quoted = re.findall(r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`", text)
     lines = blocks.splitlines() + [" ".join(code.split()) for code in quoted]
     for command in (command.split(" > ")[0] for line in lines for command in line.split(" && ")):
         words = shlex.split(command, comments=True)
@@ -60,26 +58,18 @@ def commands_of(page):
         scripts = [i for i, word in enumerate(words) if word.endswith(".py") and "=" not in word]
         if "-m" in words or "-h" in words or not scripts or "..." in command:
             continue
+        script, *arguments = words[scripts[0] :]
         # what a shell loop of several lines puts there
-        arguments = [
-            word.replace("$attn", "elastic").replace("$seed", "1")
-            for word in words[scripts[0] + 1 :]
-        ]
+        arguments = [a.replace("$attn", "elastic").replace("$seed", "1") for a in arguments]
         if not any(name in " ".join(arguments) for name in READERS_OWN):
-            yield words[scripts[0]], arguments
+            yield script, *arguments
 
 
 SCRIPT = f"```sh\n{(ROOT / 'evals/everything.sh').read_text(encoding='utf-8')}```"
-COMMANDS = sorted(
-    {
-        (script, *arguments)
-        for page in (*PAGES.values(), SCRIPT)
-        for script, arguments in commands_of(page)
-    }
-)
+COMMANDS = {command for page in (*PAGES.values(), SCRIPT) for command in commands_of(page)}
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", sorted(COMMANDS), ids=" ".join)
 def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(
     command, monkeypatch, capsys
 ):
@@ -109,7 +99,8 @@ def test_every_command_passes_its_parser_and_writes_over_no_tracked_file(
     for name in getattr(found, "attn", None) and found.attn.split(",") or ():
         assert name == "all" or name in attention.ATTENTIONS or name in RECIPES
     if script == "train.py":  # the recipe and its axes go together
-        knobs, _ = resolve({}, given_flags(found, GPTConfig))
+        given = given_flags(found, GPTConfig)
+        knobs, _ = resolve({}, given)
         GPTConfig(**fields_of(GPTConfig, {"vocab_size": 1} | knobs))
 
 
@@ -121,13 +112,10 @@ def test_every_link_and_picture_leads_somewhere(page):
     for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
         place = (ROOT / page).parent / path if path else ROOT / page
         assert place.exists(), path
-        headings = (
-            re.findall(r"^#+ (.*)", place.read_text(encoding="utf-8"), re.M) if anchor else []
-        )
-        assert anchor in [
-            "",
-            *(re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in headings),
-        ]
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", place.read_text(encoding="utf-8"), re.M)
+            words = [re.sub(r"[^\w -]", "", line).lower() for line in headings]
+            assert anchor in [line.replace(" ", "-") for line in words]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -142,7 +130,7 @@ def test_quoted_code_is_the_files_own(page):
 def with_additions(folder, *additions):
     """Copy the repository's code to a folder. additions: (file, pattern, the text to insert where
     it matches)."""
-    for path in (path for files in ("*.py", "*/*.py") for path in ROOT.glob(files)):
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")):
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
@@ -171,8 +159,9 @@ def test_the_readers_own_rule_works(tmp_path):
 import torch, model
 found = []
 for kernel in ("torch", "triton"):
-    config = model.GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=9, attn="squared", kernel=kernel)
-    gpt, idx = model.GPT(config), torch.arange(17)[None] % 9
+    sizes = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=9)
+    gpt = model.GPT(model.GPTConfig(**sizes, attn="squared", kernel=kernel))
+    idx = torch.arange(17)[None] % 9
     gpt(idx[:, :-1], idx[:, 1:])[1].backward()
     found.append(gpt.transformer.h[0].attn.c_attn.weight.grad)
 assert found[0].abs().sum() > 0 and torch.allclose(found[0], found[-1], rtol=1e-4, atol=1e-7)
@@ -208,9 +197,8 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
 
 
 def test_the_gradients_of_chapter_2_are_those_of_autograd(capsys):
-    (block,) = re.findall(
-        r"```python\n([^`]*autograd.*?)```", PAGES["docs/2-spending-less.md"], re.S
-    )
+    page = PAGES["docs/2-spending-less.md"]
+    (block,) = re.findall(r"```python\n([^`]*autograd.*?)```", page, re.S)
     exec(block, {})
     assert capsys.readouterr().out == "True True\n"
 
@@ -221,9 +209,8 @@ def test_the_picture_of_chapter_4_has_its_dots_on_the_curve(tmp_path, monkeypatc
     exec(block, names := {})
     assert (tmp_path / "out/curve-gate.png").exists()
     for line in names["ax"].lines[1:]:
-        assert torch.as_tensor(line.get_xdata()).sigmoid().item() == pytest.approx(
-            float(line.get_ydata()[0])
-        )
+        (x,), (y,) = line.get_data()
+        assert torch.tensor(x).sigmoid().item() == pytest.approx(y)
 
 
 def test_variants_has_a_row_for_every_recipe():
@@ -231,29 +218,20 @@ def test_variants_has_a_row_for_every_recipe():
     assert sorted(names) == sorted(attention.ATTENTIONS)
 
 
-VERDICTS = dict(
-    re.findall(
-        r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*",
-        "\n".join(
-            page.read_text(encoding="utf-8") for page in (ROOT / "results/claims").glob("*.md")
-        ),
-        re.M,
-    )
-)
+VERDICTS = {}
+for claims in (ROOT / "results/claims").glob("*.md"):
+    text = claims.read_text(encoding="utf-8")
+    VERDICTS |= re.findall(r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*", text, re.M)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_verdicts_are_those_of_the_claims_own_pages(page):
     """Where a page says that a claim agrees, contradicts or is mixed, its section in results/claims
     does."""
-    said = re.findall(
-        r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b",
-        " ".join(PAGES[page].split()),
-    )
+    verdict = r"`([\w-]+)`,? (?:is )?(agrees|contradicts|mixed|not testable)\b"
     assert len(VERDICTS) == 76
-    assert [pair for pair in said if pair[0] in VERDICTS] == [
-        (name, VERDICTS[name]) for name, _ in said if name in VERDICTS
-    ]
+    for name, said in re.findall(verdict, " ".join(PAGES[page].split())):
+        assert said == VERDICTS.get(name, said), name
 
 
 @pytest.mark.parametrize("rule, least, most", [("softmax", 0.8, 1.0), ("elastic", 0.0, 0.05)])
@@ -261,25 +239,23 @@ def test_the_essence_grows_a_sink_with_softmax_and_none_with_elastic(rule, least
     """Both models solve the task. The whole file has 80 lines at most."""
     sink.main(rule, 0)
     said = capsys.readouterr().out
-    first, spent = map(
-        float, re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)[0]
-    )
+    found = re.findall(r"idle rows: ([\d.]+) on the first token, ([\d.]+) in all", said)
+    first, spent = map(float, found[0])
     assert least <= first <= most and first <= spent <= 1
     assert float(re.findall(r"loss of copy rows: ([\d.]+)", said)[0]) < 0.2
-    # in the first column
     dark = [line[5] in "#@" for line in said.splitlines() if line.startswith("idle ")]
-    assert sum(dark) > 0.8 * len(dark) if rule == "softmax" else sum(dark) < 0.1 * len(dark)
+    share = sum(dark) / len(dark)  # of the first column
+    assert share > 0.8 if rule == "softmax" else share < 0.1
     assert len((ROOT / "docs/sink.py").read_text(encoding="utf-8").splitlines()) <= 80
 
 
 def test_the_essences_rules_are_those_of_attention():
-    s, seen = normal(2, sink.T, sink.T), torch.ones(sink.T, sink.T, dtype=torch.bool).tril()
+    s = normal(2, sink.T, sink.T)
+    seen = torch.ones(sink.T, sink.T, dtype=torch.bool).tril()
     n = sink.COUNT[:, None].double()
     row_inputs = {"elastic": 0.7 / n, "sigmoid": torch.full_like(n, math.log(sink.T))}
     for name, rule in sink.RULES.items():
         expected = attention.RULES[name].weights(s, seen, row_inputs.get(name))
+        found = rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n)
         # attention.py adds 1e-8 to softpick's divisor, which is above 0.1 here
-        below(
-            (rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n) - expected).abs(),
-            1e-7 * (name == "softpick") + 1e-14,
-        )
+        below((found - expected).abs(), 1e-7 if name == "softpick" else 1e-14)

@@ -17,13 +17,11 @@ SMALL = {"n_layer": 2, "n_head": 4, "n_embd": 64, "block_size": 64, "vocab_size"
 )
 def test_activations_are_estimated_within_a_factor_of_1_5(choices, dtype):
     """The other parts are exact: four bytes a weight and a gradient, eight for AdamW's averages."""
-    config, idx = GPTConfig(**SMALL | choices), torch.zeros(8, 64, dtype=torch.long)
-    knobs, machine, model = (
-        train.Train(batch_size=8, dtype=dtype),
-        Machine("cpu", dtype),
-        GPT(config),
-    )
-    memory = train.memory_of_a_step(model, config, knobs)
+    config = GPTConfig(**SMALL | choices)
+    model = GPT(config)
+    machine = Machine("cpu", dtype)
+    idx = torch.zeros(8, 64, dtype=torch.long)
+    memory = train.memory_of_a_step(model, config, train.Train(batch_size=8, dtype=dtype))
 
     def step():  # of an earlier micro-batch there are gradients
         with machine.autocast():
@@ -33,25 +31,22 @@ def test_activations_are_estimated_within_a_factor_of_1_5(choices, dtype):
     step()
     real = machine.peak_memory(step)
     below(max(real / memory["activations"], memory["activations"] / real), 1.5)
-    assert [4 * model.num_params()] * 2 == [memory["weights"], memory["gradients"]]
+    assert memory["weights"] == memory["gradients"] == 4 * model.num_params()
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95))
     optimizer.step()
-    averages = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
-    assert memory["optimizer"] == sum(x.nbytes for x in averages)
+    averages = [x for state in optimizer.state.values() for x in state.values()]
+    assert memory["optimizer"] == sum(x.nbytes for x in averages if x.dim())
 
 
 def test_memory_tokens_flops_and_hours_are_printed(capsys):
     """The hours at an MFU are those after which train.py's own column mfu would show it."""
-    flags = SMALL | {
-        "batch_size": 2,
-        "max_iters": 1000,
-        "gradient_accumulation_steps": 3,
-        "gpu": "A100",
-        "mfu": 0.5,
-    }
-    train.main(["--dry_run", *(f"--{name}={value}" for name, value in flags.items())])
-    model, text = GPT(GPTConfig(**SMALL)), capsys.readouterr().out
-    size, flops = 4e-9 * model.num_params(), model.flops_per_token() * 384_000
+    flags = "--batch_size=2 --max_iters=1000 --gradient_accumulation_steps=3 --gpu=A100 --mfu=0.5"
+    sizes = [f"--{name}={value}" for name, value in SMALL.items()]
+    train.main(["--dry_run", *sizes, *flags.split()])
+    text = capsys.readouterr().out
+    model = GPT(GPTConfig(**SMALL))
+    size = 4e-9 * model.num_params()
+    flops = model.flops_per_token() * 384_000
     hours = flops / (312e12 * 0.5) / 3600
     assert model.flops_per_token() > 6 * model.num_params(embeddings=False)
     for words in (
@@ -67,7 +62,6 @@ def test_memory_tokens_flops_and_hours_are_printed(capsys):
 def test_a_dry_run_needs_neither_data_nor_memory(monkeypatch, tmp_path, capsys):
     """The weights of this model are 17 GB. Its data set does not exist."""
     monkeypatch.chdir(tmp_path)
-    train.main(
-        "--dry_run --preset=paper5-1b --n_layer=2 --n_embd=16384 --n_inner=4096 --block_size=64".split()
-    )
+    flags = "--preset=paper5-1b --n_layer=2 --n_embd=16384 --n_inner=4096 --block_size=64"
+    train.main(["--dry_run", *flags.split()])
     assert "  weights         16.794 GB" in capsys.readouterr().out and not any(tmp_path.iterdir())

@@ -14,11 +14,11 @@ from common import files
 
 
 def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
-    path, gone, here = (
-        tmp_path / name for name in ("a.txt", f".a.txt.{1 << 22}.tmp", f".a.txt.{os.getppid()}.tmp")
-    )
-    for left in (gone, here):  # no process has the first id, and the second one is alive
-        left.write_text("half")
+    path = tmp_path / "a.txt"
+    gone = tmp_path / f".a.txt.{1 << 22}.tmp"  # no process has this id
+    here = tmp_path / f".a.txt.{os.getppid()}.tmp"
+    gone.write_text("half")
+    here.write_text("half")
     path.write_text("before")
     with pytest.raises(KeyboardInterrupt), files.replacing(path, "w") as f:
         f.write("half")
@@ -34,24 +34,19 @@ def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
 def test_too_little_memory_is_reported_in_one_line_and_an_error_raised_with_traceback_1(
     monkeypatch, capsys
 ):
-    for error in (None, MemoryError(), RuntimeError("Storage size calculation overflowed")):
-        with pytest.raises(SystemExit), files.one_line_errors():
-            raise error or torch.empty(1 << 50)
-        assert_says(
-            "there is not enough memory.*smaller sizes, such as --batch_size",
-            capsys.readouterr().err,
-        )
-    for call in (
-        lambda: torch.ones(1).add_(1, alpha=1e308),
-        lambda: torch.full((1,), 1e308),
-        lambda: math.exp(1e4),
+    small = "there is not enough memory.*smaller sizes, such as --batch_size"
+    large = "a number is too large.*use smaller ones, such as --learning_rate"
+    for says, call in (
+        (small, lambda: torch.empty(1 << 50)),
+        (small, lambda: torch.empty(1 << 62)),  # the size itself overflows
+        (small, lambda: bytearray(1 << 60)),
+        (large, lambda: torch.ones(1).add_(1, alpha=1e308)),
+        (large, lambda: torch.full((1,), 1e308)),
+        (large, lambda: math.exp(1e4)),
     ):
         with pytest.raises(SystemExit), files.one_line_errors():
             call()
-        assert_says(
-            "a number is too large.*use smaller ones, such as --learning_rate",
-            capsys.readouterr().err,
-        )
+        assert_says(says, capsys.readouterr().err)
     for traceback, error in (("", RuntimeError("another")), ("1", ValueError("one"))):
         monkeypatch.setenv("TRACEBACK", traceback)
         with pytest.raises(type(error), match=str(error)), files.one_line_errors():
@@ -65,6 +60,5 @@ def test_a_plain_name_stays_in_its_folder(name):
     except ValueError:
         return
     path = os.path.join("data", name)
-    assert os.path.normpath(path) == path
-    assert os.path.split(path) == ("data", name)
+    assert os.path.normpath(path) == path and os.path.split(path) == ("data", name)
     assert "*" not in name

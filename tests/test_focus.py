@@ -44,53 +44,48 @@ def test_the_potential_moves_to_what_sinkhorn_subtracts():
 
 @pytest.mark.parametrize("balance", BALANCES)
 def test_how_each_balance_of_table_8_treats_gradients_and_centroids(balance):
-    module, x = (
-        layer(balance=balance, attn_args="every=7" if balance == "recluster" else ""),
-        normal(2, 60, 32),
-    )
-    own, moved = balance in ("ema", "recluster"), []  # these move centroids without gradients
-    module.assign(x.requires_grad_())[..., 0].sum().backward()
-    assert (x.grad is None) == (
-        balance in ("stop_gradient", "ema")
-    ) and module.router.weight.grad.any()
-    assert ("centroids" in dict(module.named_parameters())) != own and module.cached == (
-        balance != "sinkhorn"
-    )
+    module = layer(balance=balance, attn_args="every=7" if balance == "recluster" else "")
+    x = normal(2, 60, 32).requires_grad_()
+    module.assign(x)[..., 0].sum().backward()
+    assert (x.grad is None) == (balance in ("stop_gradient", "ema"))
+    assert module.router.weight.grad.any()
+    assert module.cached == (balance != "sinkhorn")
+    moves = {"ema": list(range(1, 16)), "recluster": [7, 14]}  # centroids without gradients
+    assert ("centroids" in dict(module.named_parameters())) == (balance not in moves)
+    moved = []
     for number in range(1, 16):
         before = module.centroids.detach().clone()
         step(module.train(), normal(2, 60, 32, stream=number))
-        moved += [number] * (not torch.equal(module.centroids, before))
-    assert moved == ([7, 14] if balance == "recluster" else list(range(1, 16)) if own else [])
+        if not torch.equal(module.centroids, before):
+            moved.append(number)
+    assert moved == moves.get(balance, [])
 
 
 def test_the_moving_average_takes_each_centroid_towards_the_mean_of_its_tokens():
     """The mean of W x, weighted by the tokens' shares, over all micro-batches. The centroid of an
     empty group stays."""
-    module, x = (
-        layer(balance="ema", attn_args="groups=3,rate=0.25,temperature=100"),
-        normal(4, 30, 32) + 5.0,
-    )
-    z = x @ module.router.weight.T
+    module = layer(balance="ema", attn_args="groups=3,rate=0.25,temperature=100")
+    x = normal(4, 30, 32) + 5.0
+    z = (x @ module.router.weight.T).detach()
     module.centroids[2] = -1e3 * z.mean((0, 1))
-    g, before = module.assign(x), module.centroids.clone()
-    means = torch.einsum("btk,btd->kd", g, z) / g.sum((0, 1))[:, None]
-    step(module.train(), *x.split([1, 3]))
+    g = module.assign(x).detach()
     assert g[..., 2].sum() < 1e-3
-    close(
-        module.centroids,
-        torch.cat([0.75 * before[:2] + 0.25 * means[:2], before[2:]]).detach(),
-        terms=120,
-    )
+    means = torch.einsum("btk,btd->kd", g, z) / g.sum((0, 1))[:, None]
+    expected = module.centroids.clone()
+    expected[:2] = 0.75 * expected[:2] + 0.25 * means[:2]
+    step(module.train(), *x.split([1, 3]))
+    close(module.centroids, expected, terms=120)
 
 
 def test_the_penalty_is_low_for_confident_tokens_in_balanced_groups():
     """Its gradients are finite where a share is 0, as that of a score 1000 below the largest."""
-    module, eye = layer(balance="entropy", attn_args="groups=4,penalty=1"), torch.eye(4).double()
+    module = layer(balance="entropy", attn_args="groups=4,penalty=1")
+    eye = torch.eye(4).double()
     for g, expected in (
-        (eye.repeat(1, 3, 1), -math.log(4)),
-        (torch.full((1, 12, 4), 0.25).double(), 0.0),
-        (eye[:1].repeat(1, 12, 1), 0.0),
-    ):  # sure and even, unsure, all in one group
+        (eye.repeat(1, 3, 1), -math.log(4)),  # sure and even
+        (torch.full((1, 12, 4), 0.25).double(), 0.0),  # unsure
+        (eye[:1].repeat(1, 12, 1), 0.0),  # all in one group
+    ):
         penalty = module.choices["balance"].penalty(module, g.requires_grad_())
         close(penalty.item(), expected, size=math.log(4))
         assert torch.autograd.grad(penalty, g)[0].isfinite().all()
@@ -135,27 +130,19 @@ def test_two_ranks_equal_one_process_in_potentials_and_centroids(balance, kept, 
 
 @pytest.mark.parametrize("balance", [by_default(name == "potential", name) for name in BALANCES])
 def test_every_balance_trains_and_resumes_bit_for_bit(balance, tmp_path, data):
-    flags = (
-        *FOCUS,
-        f"--balance={balance}",
-        f"--dataset={data}",
-        "--eval_interval=6",
-        "--lr_decay_iters=12",
-    )
-    train_here(*flags, f"--out_dir={tmp_path / 'whole'}")
-    train_here(*flags, f"--out_dir={tmp_path / 'parts'}", "--max_iters=6")
-    train_here(f"--out_dir={tmp_path / 'parts'}", "--init_from=resume", "--max_iters=12")
-    same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = (*FOCUS, f"--balance={balance}", f"--dataset={data}")
+    flags += ("--eval_interval=6", "--lr_decay_iters=12")
+    train_here(*flags, f"--out_dir={whole}")
+    train_here(*flags, f"--out_dir={parts}", "--max_iters=6")
+    train_here(f"--out_dir={parts}", "--init_from=resume", "--max_iters=12")
+    same(weights(parts), weights(whole))
 
 
 def test_a_run_can_be_loaded_and_trained_without_its_router_or_with_another_balance(data, tmp_path):
-    train_here(*FOCUS, f"--dataset={data}", f"--out_dir={tmp_path / 'focus'}", "--max_iters=2")
+    run, after = tmp_path / "focus", tmp_path / "next"
+    train_here(*FOCUS, f"--dataset={data}", f"--out_dir={run}", "--max_iters=2")
     for choices in ({"attn": "softmax", "window": 0}, {"balance": "softmax"}):
-        load_run(tmp_path / "focus", "cpu", choices)
+        load_run(run, "cpu", choices)
         flags = [f"--{axis}={value}" for axis, value in choices.items()]
-        train_here(
-            f"--init_from={tmp_path / 'focus'}",
-            *flags,
-            "--max_iters=1",
-            f"--out_dir={tmp_path / 'next'}",
-        )
+        train_here(f"--init_from={run}", f"--out_dir={after}", "--max_iters=1", *flags)

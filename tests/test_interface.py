@@ -21,24 +21,21 @@ pytestmark = [
 ]
 # another factor on scores; a window, biases of queries, keys and values
 KINDS = {"granite": {"attention_multiplier": 0.3}, "starcoder2": {"sliding_window": 7}}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+    "pad_token_id": 0,
+}
 
 
 def small(kind, attn, **choices):
-    config = transformers.AutoConfig.for_model(
-        kind,
-        **{
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 50,
-            "eos_token_id": 0,
-            "bos_token_id": 0,
-            "pad_token_id": 0,
-        }
-        | choices,
-    )
+    config = transformers.AutoConfig.for_model(kind, **SMALL | choices)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
 
@@ -66,14 +63,14 @@ def test_softmax_has_the_logits_of_transformers_and_a_mask_is_refused(model):
 @pytest.mark.parametrize("attn", [p for p in RECIPES if p.values[0] in recipes()])
 def test_caches_do_not_change_the_logits_and_the_probe_reads_the_weights(attn, model, monkeypatch):
     model.set_attn_implementation(f"nano_{attn}")
-    ids, seen, attend = token_ids(), [], Attention.attend
+    ids = token_ids()
+    attend = Attention.attend
+    seen = []
     monkeypatch.setattr(Attention, "attend", lambda *inputs: seen.append(inputs) or attend(*inputs))
     logits = model(ids).logits
     layer, q, k, _, x, table = seen[0]
-    for cache in (
-        transformers.DynamicCache(),
-        transformers.StaticCache(config=model.config, max_cache_len=30),
-    ):
+    static = transformers.StaticCache(config=model.config, max_cache_len=30)
+    for cache in (transformers.DynamicCache(), static):
         steps = [model(part, past_key_values=cache).logits for part in ids.split([12, 1, 7], 1)]
         close(torch.cat(steps, 1), logits, terms=64)
     w = layer.weights_of(q, k, x, table)[..., int(layer.has_extra_key)]
@@ -89,8 +86,10 @@ def test_all_recipes_of_plain_queries_keys_and_values_are_offered():
 @settings(max_examples=examples(20))
 @given(names=st.lists(st.sampled_from(recipes()), min_size=2, max_size=4))
 def test_each_name_computes_its_own_recipe_with_its_own_parameters(names):
-    functions, layers = transformers.AttentionInterface(), [torch.nn.Module() for _ in names]
-    q, k, v = normal(2, 4, 9, 8), normal(2, 2, 9, 8, stream=1), normal(2, 2, 9, 8, stream=2)
+    functions = transformers.AttentionInterface()
+    q = normal(2, 4, 9, 8)
+    k, v = (normal(2, 2, 9, 8, stream=n) for n in (1, 2))
+    layers = [torch.nn.Module() for _ in names]
     for layer in layers:
         layer.config = None
     # again after all others, and then another recipe in each layer
@@ -110,14 +109,16 @@ def test_what_a_recipe_learns_is_made_by_loading_saved_and_loaded_in_float32(att
         )
 
     small("granite", "sdpa").save_pretrained(tmp_path / "base")
-    model, start = load(tmp_path / "base"), small("granite", f"nano_{attn}").state_dict()
+    model = load(tmp_path / "base")
+    start = small("granite", f"nano_{attn}").state_dict()
     learned = {name: p.data for name, p in model.named_parameters() if ".nano." in name}
     if attn in ("elastic", "tra"):  # the others start at random values
         same(learned, {name: start[name] for name in learned})
     for p in learned.values():
         p.add_(0.1 * torch.randn_like(p))
     model.save_pretrained(tmp_path / "trained")
-    again, ids = load(tmp_path / "trained"), token_ids()
+    again = load(tmp_path / "trained")
+    ids = token_ids()
     same(again.state_dict(), model.state_dict())
     same(again(ids).logits, model(ids).logits)
     late = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
@@ -145,18 +146,9 @@ def test_a_model_that_ignores_a_recipe_is_refused_by_name(kind):
 
 @pytest.mark.parametrize("attn", ["softmax", "sink"])
 def test_gpt_oss_keeps_its_sinks_and_the_probe_reads_them(attn):
-    model, ids = (
-        small(
-            "gpt_oss",
-            "eager",
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=7,
-            experts_implementation="eager",
-        ).double(),
-        token_ids(),
-    )
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    model = small("gpt_oss", "eager", head_dim=8, sliding_window=7, **experts).double()
+    ids = token_ids()
     for layer in model.model.layers:
         layer.self_attn.sinks.data.normal_()
         layer.self_attn.q_proj.weight.data.mul_(30)

@@ -31,9 +31,8 @@ def ranks_of(mark):
         with contextlib.suppress(OSError):  # it has just ended
             environment = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
             if mark in environment:
-                found[int(folder.name)] = next(
-                    (e[5:] for e in environment if e.startswith("RANK=")), None
-                )
+                variables = dict(pair.partition("=")[::2] for pair in environment)
+                found[int(folder.name)] = variables.get("RANK")
     return found
 
 
@@ -50,14 +49,12 @@ def kill(argv, out, wait, ranks=(), how=signal.SIGKILL):
         env=os.environ | dict([mark.split("=")]),
     )
     wait(begun)
-    for process in (
-        [process for process, rank in ranks_of(mark).items() if rank in ranks]
-        if ranks
-        else [begun.pid]
-    ):
+    chosen = [process for process, rank in ranks_of(mark).items() if rank in ranks]
+    for process in chosen if ranks else [begun.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, how)
-    said, deadline = begun.communicate(timeout=PATIENCE)[0], time.monotonic() + PATIENCE
+    said, _ = begun.communicate(timeout=PATIENCE)
+    deadline = time.monotonic() + PATIENCE
     while ranks_of(mark):
         assert time.monotonic() < deadline, said
         time.sleep(0.05)
@@ -66,14 +63,12 @@ def kill(argv, out, wait, ranks=(), how=signal.SIGKILL):
 
 
 def assert_complete(out):
-    readers = {
-        "[!.]*.json": files.read_json,
-        "ckpt.pt": read_checkpoint,
-        "[!.]*.bin": tokens.read_shard,
-    }
-    assert all(
-        read(path) is not None for pattern, read in readers.items() for path in out.rglob(pattern)
-    )
+    for path in out.rglob("[!.]*.json"):
+        files.read_json(path)
+    for path in out.rglob("[!.]*.bin"):
+        tokens.read_shard(path)
+    for path in out.rglob("ckpt.pt"):
+        read_checkpoint(path)
 
 
 finish = partial(subprocess.run, check=True, capture_output=True)
@@ -85,22 +80,13 @@ finish = partial(subprocess.run, check=True, capture_output=True)
 )
 def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path, data):
     """It is killed some steps after a checkpoint, or while it saves for the first time. A single
-    process
-    has no stdout then, and what it prints is lost. It is also stopped by Ctrl-C. Resuming a
+    process has no stdout then, and what it prints is lost. It is also stopped by Ctrl-C. Resuming a
     finished run changes nothing."""
-    rng, whole, out = random.Random(bounds.SEED), tmp_path / "whole", tmp_path / "killed"
-    new = [
-        *TINY,
-        f"--dataset={data}",
-        "--attn=elastic",
-        "--n_layer=2",
-        "--dropout=0.1",
-        "--max_iters=80",
-        "--eval_interval=8",
-        "--gradient_accumulation_steps=2",
-        "--log_interval=3",
-        *flags,
-    ]
+    rng = random.Random(bounds.SEED)
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    long = "--max_iters=80 --eval_interval=8 --log_interval=3 --gradient_accumulation_steps=2"
+    model = "--attn=elastic --n_layer=2 --dropout=0.1"
+    new = [*TINY, f"--dataset={data}", *long.split(), *model.split(), *flags]
 
     def train(folder):
         how = ["--init_from=resume"] if (folder / "meta.json").exists() else new
@@ -131,11 +117,9 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
         if ranks == 1 and n == min(1, kills - 1):
             code, said = kill(train(out), out, wait_until_it_has_saved, how=signal.SIGINT)
             step = read_checkpoint(out / "ckpt.pt")["step"]
+            command_again = f"python train.py --out_dir={out} --init_from"
             assert code == 130
-            assert (
-                f"saved at step {step}; go on with: python train.py --out_dir={out} --init_from"
-                in said
-            )
+            assert f"saved at step {step}; go on with: {command_again}" in said
     finish(train(out))  # takes over the lock of a killed process
     assert_same_run(out, whole)
     train_here("--init_from=resume", f"--out_dir={out}")
@@ -148,10 +132,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(ranks, kills, flags, tmp_path,
     "script", ["data/fineweb_edu.py --shard_tokens=25000", by_default(False, "data/text.py")]
 )
 def test_a_killed_data_script_goes_on_to_the_same_files(script, tmp_path):
-    rng, began, pages = random.Random(bounds.SEED), time.monotonic(), tmp_path / "pages.jsonl"
-    whole, out = (tmp_path / name for name in ("whole", "out"))
+    rng = random.Random(bounds.SEED)
+    pages, whole, out = (tmp_path / name for name in ("pages.jsonl", "whole", "out"))
     pages.write_text("".join(json.dumps({"text": f"page {n} " * 400}) + "\n" for n in range(400)))
     writing = [*command(*script.split()), f"--source={pages}", "--tokenizer=bytes", "--out_dir"]
+    began = time.monotonic()
     finish([*writing, whole])
     seconds = time.monotonic() - began
     for _ in range(2):
@@ -161,14 +146,19 @@ def test_a_killed_data_script_goes_on_to_the_same_files(script, tmp_path):
 
 
 def test_a_process_ends_with_its_killed_parent(tmp_path):
-    child = (
-        f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from common.machine import end_with_parent; "
-        "end_with_parent(); print('ready', flush=True); time.sleep(99)"
-    )
-    parent = (
-        "import os, subprocess, sys; os.environ['STARTED_BY'] = str(os.getpid()); "
-        "subprocess.run([sys.executable, '-c', sys.argv[1]])"
-    )
+    child = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from common.machine import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+time.sleep(99)
+"""
+    parent = """
+import os, subprocess, sys
+os.environ["STARTED_BY"] = str(os.getpid())
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
     kill([sys.executable, "-c", parent, child], tmp_path, lambda begun: begun.stdout.readline())
 
 
@@ -177,11 +167,8 @@ def test_a_process_that_comes_too_late_says_that_its_parent_has_ended(monkeypatc
     monkeypatch.setenv("STARTED_BY", str(os.getpid()))
     with pytest.raises(ValueError, match="the command that started this one has ended"):
         machine.end_with_parent()
-    for name, value in (
-        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "9"),
-    ):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "9")
     with pytest.raises(ValueError, match="torchrun, which started this rank, has ended"):
         machine.check_launcher()

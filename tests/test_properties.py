@@ -11,7 +11,7 @@ from bounds import SEED, close
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import SCORES, inputs, layer, normal, recipes, scalars, shaped, with_gradients
+from layers import KINDS, inputs, layer, normal, recipes, scalars, shaped, with_gradients
 
 import kernels
 from attention import ATTENTIONS
@@ -20,9 +20,8 @@ from axes.positions import POSITIONS, Distance
 from mixers import focus
 
 # what a case always has: a recipe, positions, or parts of Focus
-FIXED = [{"attn": attn} for attn in ATTENTIONS] + [
-    {"attn": "softmax", "pos": pos} for pos in POSITIONS
-]
+FIXED = [{"attn": attn} for attn in ATTENTIONS]
+FIXED += [{"attn": "softmax", "pos": pos} for pos in POSITIONS]
 FIXED += [{"attn": "focus", "balance": balance} for balance in focus.BALANCES]
 FIXED += [{"attn": "focus", "topk": 2}]
 SHAPES = st.sampled_from(
@@ -53,33 +52,30 @@ ARGS = {  # constants that make a short sequence interesting
     "tables": range(2, 9),
     "first": range(5),
     "recent": range(2, 10),
-    "out_norm_eps": (0.01, 1),
-}  # smaller ones amplify rounding where an output is almost 0
-LENGTHS = st.sampled_from((45, 20, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33))
-# one call of a layer. rows: the last ones of T; block: how many rows the block loop takes at a time
-CALLS = st.fixed_dictionaries(
-    {
-        "T": LENGTHS,
-        "rows": st.sampled_from((45, 1, 5, 18)),
-        "B": st.integers(1, 2),
-        "scores": SCORES,
-        "block": st.sampled_from((16, 1, 3, 7, 64)),
-        "W": st.sampled_from((5, 0, 1, 20, 60)),
-        "tail": st.booleans(),
-        "slope": st.booleans(),
-        "training": st.booleans(),
-        "zeros": st.sampled_from((True, False)),  # of some tokens, the value
-        "gates": st.sampled_from((1, 30)),
-    }
-)  # 30: some gates of a mixer close
+    "out_norm_eps": (0.01, 1),  # smaller ones amplify rounding where an output is almost 0
+}
+CALL = {  # of a layer: {what: values}
+    "T": (45, 20, 1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33),
+    "rows": (45, 1, 5, 18),  # the last ones of T
+    "B": (1, 2),
+    "scores": KINDS,
+    "block": (16, 1, 3, 7, 64),  # how many rows the block loop takes at a time
+    "W": (5, 0, 1, 20, 60),
+    "tail": (False, True),
+    "slope": (False, True),
+    "training": (False, True),
+    "zeros": (True, False),  # of some tokens, the value
+    "gates": (1, 30),  # 30: some gates of a mixer close
+}
+CALLS = st.fixed_dictionaries({what: st.sampled_from(CALL[what]) for what in CALL})
 
 
 def drawn(count):
     """Run a test(fixed, data) that draws cases, `count` times for each of FIXED."""
-    each = pytest.mark.parametrize(
-        "fixed", FIXED, ids=lambda fixed: " ".join(map(str, fixed.values()))
-    )
-    return lambda test: each(given(data=st.data())(settings(max_examples=examples(count))(test)))
+    names = [" ".join(map(str, fixed.values())) for fixed in FIXED]
+    each = pytest.mark.parametrize("fixed", FIXED, ids=names)
+    few = settings(max_examples=examples(count))
+    return lambda test: each(given(data=st.data())(few(test)))
 
 
 def drawn_layer(fixed, data, **more):
@@ -87,7 +83,8 @@ def drawn_layer(fixed, data, **more):
     some steps of Titans are too large."""
     torch.manual_seed(SEED)  # a case must not depend on the cases before it
     choices = data.draw(recipes(fixed | data.draw(SHAPES), ARGS))
-    depth, progress = data.draw(st.integers(0, 1)), data.draw(st.sampled_from((0.3, 0.9)))
+    depth = data.draw(st.integers(0, 1))
+    progress = data.draw(st.sampled_from((0.3, 0.9)))
     module = layer(**choices, **more, depth=depth, progress=progress)
     with torch.no_grad():
         for name, value in module.state_dict().items():
@@ -103,16 +100,16 @@ def drawn_inputs(module, call):
     attention = module.config.mixer == "attention"
     rows = min(call["T"], call["rows"]) if attention else None
     q, k, v, x = inputs(module, call["T"], rows, B=call["B"])
-    v = v * (torch.arange(call["T"]) % 3 > 0)[:, None] if call["zeros"] else v
+    if call["zeros"]:
+        v = v * (torch.arange(call["T"]) % 3 > 0)[:, None]
     if not attention:
         return [q, k, v, call["gates"] * x], None
-    heads, W = module.score_heads, call["W"]
-    table = [
-        normal(*shape, stream=5) if there else None
-        for there, shape in ((W, (heads, W)), (call["tail"], (heads,)), (call["slope"], (heads,)))
-    ]
-    some = any(part is not None for part in table)
-    return [*shaped(call["scores"], q, k), v, x], table if some else None
+    H, W = module.score_heads, call["W"]
+    table = normal(H, W, stream=5) if W else None
+    tail = normal(H, stream=5) if call["tail"] else None
+    slope = normal(H, stream=5) if call["slope"] else None
+    some = W or call["tail"] or call["slope"]
+    return [*shaped(call["scores"], q, k), v, x], (table, tail, slope) if some else None
 
 
 def output_and_gradients(attend, distance, module, qkvx, table):
@@ -124,12 +121,10 @@ def output_and_gradients(attend, distance, module, qkvx, table):
         leaves = dict(zip(parts, leaves, strict=True))
         return attend(q, k, v, x, distance(*map(leaves.get, names)) if parts else None)
 
-    own = [
-        name for name, _ in module.named_parameters() if not name.startswith(("c_attn", "c_proj"))
-    ]
-    found = with_gradients(call, [*qkvx, *parts.values()], scalars(module))
-    of = ("o", *(f"d{name}" for name in ("q", "k", "v", "x", *parts, *own)))
-    return dict(zip(of, found, strict=True))
+    own = scalars(module)
+    found = with_gradients(call, [*qkvx, *parts.values()], own.values())
+    of = [f"d{name}" for name in ("q", "k", "v", "x", *parts, *own)]
+    return dict(zip(["o", *of], found, strict=True))
 
 
 def exact_frequencies(config, width):
@@ -142,12 +137,15 @@ def agree(module, found, expected, terms, dtype=None):
     that cancels still has a size of 1, or that of dq and dk, which sum the same numbers. Titans
     adds 1e-12 to a denominator."""
     for name, b in expected.items():
-        if (a := found[name]) is not None or b is not None:
-            a, b = (torch.zeros_like(other) if y is None else y for y, other in ((a, b), (b, a)))
-            also = [expected[part] for part in ("dq", "dk") if name != "o" and part in expected]
-            size = max(1.0, *(part.abs().max().item() for part in (b, *also)))
-            moved = 1e-12 * size if module.config.rule == "momentum" else 0.0
-            close(a, b, terms, size, dtype, moved, f"{name}: ")
+        a = found[name]
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None else a
+        b = torch.zeros_like(a) if b is None else b
+        others = [expected[part] for part in ("dq", "dk") if name != "o" and part in expected]
+        size = max(1.0, *(part.abs().max().item() for part in (b, *others)))
+        moved = 1e-12 * size if module.config.rule == "momentum" else 0.0
+        close(a, b, terms, size, dtype, moved, f"{name}: ")
 
 
 def rounding(module, q, k, gates=1):
@@ -164,7 +162,8 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
     module, define = drawn_layer(fixed, data, kernel="torch")
     module.train(call["training"])
     (q, k, v, x), table = drawn_inputs(module, call)
-    parts, terms = table and Distance(*table), rounding(module, q, k, call["gates"])
+    parts = table and Distance(*table)
+    terms = rounding(module, q, k, call["gates"])
 
     def exact(*args):
         return define.attend(module, *args)
@@ -174,15 +173,11 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
         found = output_and_gradients(module.attend, Distance, module, (q, k, v, x), table)
         expected = output_and_gradients(exact, lambda *parts: parts, module, (q, k, v, x), table)
         agree(module, found, expected, terms)
-        with torch.no_grad():  # there Focus uses torch's fused kernel, in float32
+        with torch.no_grad():
             o = module.attend(q, k, v, x, parts)
-            agree(
-                module,
-                {"o": o},
-                {"o": expected["o"]},
-                terms,
-                torch.float32 if module.config.mixer == "focus" else None,
-            )
+            # there Focus uses torch's fused kernel, in float32
+            dtype = torch.float32 if module.config.mixer == "focus" else None
+            agree(module, {"o": o}, {"o": expected["o"]}, terms, dtype)
             if module.has_weights:  # otherwise weights_of has derivatives
                 w = {"w": define.weights(module, q, k, x, *([table] if table else []))}
                 agree(module, {"w": module.weights_of(q, k, x, parts)}, w, terms)
@@ -198,30 +193,36 @@ def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, da
     with mock.patch("axes.positions.rope_frequencies", exact_frequencies):
         module, define = drawn_layer(fixed, data, bias_range=20, dropout=0.5)  # for training alone
     assert module.causal == (fixed["attn"] != "routing" and module.config.balance != "sinkhorn")
-    T = data.draw(st.just(150) if "pos" in fixed else LENGTHS)  # beyond T5's buckets
+    T = data.draw(
+        st.just(150) if "pos" in fixed else st.sampled_from(CALL["T"])
+    )  # beyond T5's buckets
     x = normal(2, T, module.config.n_embd)
     names, parameters = zip(*module.named_parameters(), strict=True)
+    of = "o", "dx", *names
     with (
         mock.patch.object(kernels, "BLOCK", 16),
         mock.patch.object(focus, "ROWS", 16),
     ):
-        found, expected = (
-            dict(zip(("o", "dx", *names), with_gradients(form, [x], parameters), strict=True))
-            for form in (module, lambda x: define.layer(module, x))
-        )
-        agree(module, found, expected, 1000 * T)  # lssar raises to the power 15
+
+        def results(function):
+            return dict(zip(of, with_gradients(function, [x], parameters), strict=True))
+
+        expected = results(lambda x: define.layer(module, x))
+        agree(module, results(module), expected, 1000 * T)  # lssar raises to the power 15
         if module.causal:
-            t, x = data.draw(st.integers(1, T)), x.requires_grad_()
+            t = data.draw(st.integers(1, T))
+            x.requires_grad_()
             (gradient,) = torch.autograd.grad(module(x)[:, :t].square().sum(), x)
             assert not gradient[:, t:].any()
         if module.cached:
-            cache, steps, x = Cache(), [], x.detach()
+            cache = Cache()
+            steps = []
+            x = x.detach()
             with torch.no_grad():
                 while x.shape[1]:
                     part, x = x.tensor_split([data.draw(st.sampled_from((1, 1, 2, 9, 20)))], 1)
                     before = cache.copy()
                     steps.append(module(part, cache))
                     module(-part, before)
-            found = {"o": torch.cat(steps, 1)}
-            agree(module, found, {"o": expected["o"]}, 1000 * T)
+            agree(module, {"o": torch.cat(steps, 1)}, {"o": expected["o"]}, 1000 * T)
             assert cache.tokens == T

@@ -55,27 +55,26 @@ def draw(rate, erases, shared, B, H, T, D, E, strength, repeated, dtype=torch.fl
     x = {"q": D**-0.5 * q, "k": F.normalize(k, dim=-1), "v": v}
     x |= {"forget": strength * F.logsigmoid(forget + 1)} if rate else {}
     x |= {"erase": torch.sigmoid(4 * erase)} if erases else {}
-    return {
-        name: (y[:, :, :1].expand_as(y) if repeated else y).to(
-            DEVICE, dtype if name in "qkv" else torch.float32
-        )
-        for name, y in x.items()
-    }
+    for name, y in x.items():
+        if repeated:
+            y = y[:, :, :1].expand_as(y)
+        x[name] = y.to(DEVICE, dtype if name in "qkv" else torch.float32)
+    return x
 
 
 def by_chunks(q, k, v, forget=None, erase=None, chunk=one_chunk):
-    start, forget = (
-        v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]),
-        v.new_zeros(1) if forget is None else forget,
-    )
-    rest = (forget.expand(*v.shape[:3], -1),) + (() if erase is None else (erase,))
-    return all_chunks(chunk, (start,), (q, k, v, *rest), 24)[0]
+    start = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3])
+    if forget is None:
+        forget = v.new_zeros(1)
+    tokens = [q, k, v, forget.expand(*v.shape[:3], -1)]
+    if erase is not None:
+        tokens.append(erase)
+    return all_chunks(chunk, (start,), tokens, 24)[0]
 
 
 def by_reference(q, k, v, forget=None, erase=None):
-    return reference.recurrence(
-        q, k, v, v.new_ones(*v.shape[:3], 1) if forget is None else forget.exp(), erase
-    )
+    keep = v.new_ones(*v.shape[:3], 1) if forget is None else forget.exp()
+    return reference.recurrence(q, k, v, keep, erase)
 
 
 def results_of(function, x):
@@ -87,18 +86,14 @@ def assert_exact(function, x, limit=1e-5):
     """The relative error of the output and of each gradient is a few roundings. A size below 0.03
     counts as 0.03, because some gradients are 0 up to rounding. That of forget is a sum of products
     of the others, which cancel."""
-    found, exact = (
-        results_of(function, x),
-        results_of(by_reference, {name: y.double() for name, y in x.items()}),
-    )
+    found = results_of(function, x)
+    exact = results_of(by_reference, {name: y.double() for name, y in x.items()})
     sizes = [true.square().mean().sqrt().clamp(min=0.03) for true in exact]
     for name, y, true, size in zip(("o", *x), found, exact, sizes, strict=True):
         size = max(sizes) if name == "forget" else size
         below((y.double() - true).square().mean().sqrt(), limit * size)
-    assert all(
-        dy.dtype == y.dtype and dy.shape == y.shape
-        for dy, y in zip(found[1:], x.values(), strict=True)
-    )
+    for dy, y in zip(found[1:], x.values(), strict=True):
+        assert dy.dtype == y.dtype and dy.shape == y.shape
 
 
 @forms
@@ -111,11 +106,8 @@ def test_chunks_are_exact_in_float32(**form):
 
 
 def test_what_a_token_writes_has_a_bias_in_learning_memories_alone():
-    assert [
-        attn
-        for attn in ("deltanet", "gated_deltanet", "ttt", "titans")
-        if layer(attn).beta.bias is not None
-    ] == ["ttt", "titans"]
+    for attn in ("deltanet", "gated_deltanet", "ttt", "titans"):
+        assert (layer(attn).beta.bias is not None) == (attn in ("ttt", "titans"))
 
 
 @pytest.mark.parametrize("size, bias", [(1, 0.0), (4, 0.0), (4, 3.0)])
@@ -127,12 +119,9 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
     module = layer("titans")
     for memory in (module.memory_in, module.memory_out):
         memory.data.mul_(size)
-    for of, value in (
-        (module.momentum.bias, bias),
-        (module.beta.bias, 5.0),
-        (module.forget_bias, 12.0),
-    ):
-        of.data.fill_(value)
+    module.momentum.bias.data.fill_(bias)
+    module.beta.bias.data.fill_(5.0)
+    module.forget_bias.data.fill_(12.0)
     x = normal(1, 40, 32).repeat_interleave(10, 1).requires_grad_()
     assert size == 1 or module.slowed(x).min() > 0.5
     o = module(x)
@@ -145,19 +134,18 @@ def test_a_memory_that_learns_too_fast_stays_finite(size, bias):
 def test_weights_of_a_learner_estimate_derivatives(attn):
     """weights_of estimates the mean over channels c of the derivatives of o_ic by v_jc, along
     random signs."""
-    module, x = layer(attn), normal(1, 20, 32)
+    module = layer(attn)
+    x = normal(1, 20, 32)
     q, k, v = module.projected(x, None)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda v: module.read(q, k, v[None], x)[0], v[0].detach()
-    )
-    # the layer's signs
-    signs = torch.randint(2, (4, 1, 8), generator=torch.Generator().manual_seed(0)).to(v) * 2 - 1
-    along = (
-        torch.einsum(
-            "hic,hichjd,hjd->hij", signs.expand(4, 20, 8), jacobian, signs.expand(4, 20, 8)
-        )
-        / 8
-    )
+
+    def read(v):
+        return module.read(q, k, v[None], x)[0]
+
+    jacobian = torch.autograd.functional.jacobian(read, v[0].detach())
+    random = torch.Generator().manual_seed(0)  # the layer's own
+    signs = torch.randint(2, (4, 1, 8), generator=random).to(v) * 2 - 1
+    signs = signs.expand(4, 20, 8)
+    along = torch.einsum("hic,hichjd,hjd->hij", signs, jacobian, signs) / 8
     close(module.weights_of(q, k, x)[0], along)
 
 

@@ -85,6 +85,12 @@ SCALINGS = [
         "1e400,1,1",
     )
 ]
+LAYERS = (
+    "softmax+kda",
+    "gla+lazy,pos=none",
+    "elastic,tau_init=0+diff,window=2",
+    "softmax*2+sink_token",
+)
 CONSTANTS = "0", "1", "2", "3", "0.5", "-1", "nan", "1e30", "all", "block", "learned", "", "1=2"
 
 
@@ -93,33 +99,24 @@ def any_choices(draw):
     """A combination of axes, and up to three fields of GPTConfig with any value."""
     choices = draw(combinations())
     axes = mixers.MIXERS[ATTENTIONS[choices["attn"]].get("mixer", "attention")].axes
-    constants = {
-        name
-        for values in axes.values()
-        for choice in values.values()
-        for name in getattr(choice, "args", ())
+    constants = set()
+    for table in axes.values():
+        for choice in table.values():
+            constants |= {*getattr(choice, "args", ())}
+    values = {}
+    for field in dataclasses.fields(GPTConfig):
+        by_type = {bool: (False, True), str: ()}.get(field.type, NUMBERS)
+        values[field.name] = field.metadata["choices"] or by_type
+    values |= mixers.AXES | {
+        "rope_scaling": SCALINGS,
+        "kernel": ("auto", "torch", "sdpa"),  # triton would take minutes
+        "layers": LAYERS,
+        "attn_args": [f"{name}={value}" for name in sorted(constants) for value in CONSTANTS],
     }
-    values = (
-        {
-            field.name: field.metadata["choices"]
-            or {bool: (False, True), str: ()}.get(field.type, NUMBERS)
-            for field in dataclasses.fields(GPTConfig)
-        }
-        | mixers.AXES
-        | {
-            "rope_scaling": SCALINGS,
-            "kernel": ("auto", "torch", "sdpa"),  # triton would take minutes
-            "layers": (
-                "softmax+kda",
-                "gla+lazy,pos=none",
-                "elastic,tau_init=0+diff,window=2",
-                "softmax*2+sink_token",
-            ),
-            "attn_args": [f"{name}={value}" for name in sorted(constants) for value in CONSTANTS],
-        }
-    )
-    names = draw(st.lists(st.sampled_from([name for name in values if values[name]]), max_size=3))
-    return choices | {name: draw(st.sampled_from(list(values[name]))) for name in names}
+    some = st.sampled_from([name for name in values if values[name]])
+    for name in draw(st.lists(some, max_size=3)):
+        choices[name] = draw(st.sampled_from(list(values[name])))
+    return choices
 
 
 @settings(max_examples=examples(250))
@@ -134,9 +131,11 @@ def test_any_choices_make_a_model_that_works_or_are_refused_in_one_line_that_nam
         names = [*choices, *re.findall(r"\w+(?==)", choices.get("attn_args", ""))]
         assert "\n" not in str(e) and any(re.search(rf"\b{name}\b", str(e)) for name in names), e
         return
-    gpt, idx = GPT(config), torch.arange(min(9, config.block_size))[None] % config.vocab_size
+    gpt = GPT(config)
+    idx = torch.arange(min(9, config.block_size))[None] % config.vocab_size
     logits, loss = gpt(idx, idx)
-    assert logits.isfinite().all() and loss.isfinite() and (gpt.penalized or gpt.penalty() == 0)
+    assert logits.isfinite().all() and loss.isfinite()
+    assert gpt.penalized or gpt.penalty() == 0
     if mixers.MIXERS[config.mixer].trains:
         loss.backward()
         assert all(p.grad is None or p.grad.isfinite().all() for p in gpt.parameters())
@@ -146,10 +145,8 @@ def test_any_choices_make_a_model_that_works_or_are_refused_in_one_line_that_nam
 def limited():
     """An allocation of more than MEMORY fails at once, so that no drawn number stops this machine.
     What hangs fails."""
-    in_use, limit = (
-        int(Path("/proc/self/statm").read_text().split()[0]) << 12,
-        resource.getrlimit(resource.RLIMIT_AS),
-    )
+    in_use = int(Path("/proc/self/statm").read_text().split()[0]) << 12
+    limit = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY, limit[1]))
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"{sys.argv} hangs"))
     signal.alarm(SECONDS)
@@ -173,9 +170,10 @@ def outcome(script, *argv):
         limited(),
     ):
         try:
-            MAIN[script]([*argv]) if script in MAIN else runpy.run_path(
-                str(ROOT / script), run_name="__main__"
-            )
+            if script in MAIN:
+                MAIN[script]([*argv])
+            else:
+                runpy.run_path(str(ROOT / script), run_name="__main__")
             code = 0
         except SystemExit as e:
             code = e.code or 0
@@ -184,38 +182,73 @@ def outcome(script, *argv):
     assert not os.path.exists(MARKER) and not [*Path().rglob(".*.tmp")]
     if code:
         errors = re.findall(rf"^{os.path.basename(script)}(?: \w+)?: error: .+$", said, re.M)
-        assert (
-            len(errors) == 1 and said.splitlines()[-1] == errors[0] and "Traceback" not in said
-        ), said
+        assert errors == [said.splitlines()[-1]] and "Traceback" not in said, said
     return code, said
 
 
+# Events before a command. Each is a function of monkeypatch
+
+
 def edited(path, change):
-    """An event before a command, a function of monkeypatch: change(content) modifies a JSON file or
-    a checkpoint in place, or returns the new bytes of another file."""
+    """change(content) modifies a JSON file or a checkpoint in place, or returns the new bytes of
+    another file."""
+    path = Path(path)
 
-    def do(_):
-        if Path(path).suffix not in (".json", ".pt"):
-            return Path(path).write_bytes(change(Path(path).read_bytes()))
-        found = (
-            files.read_json(path)
-            if Path(path).suffix == ".json"
-            else torch.load(path, weights_only=True)
-        )
-        change(found)
-        files.write_json(path, found) if Path(path).suffix == ".json" else torch.save(found, path)
+    def event(_):
+        if path.suffix == ".json":
+            change(found := files.read_json(path))
+            files.write_json(path, found)
+        elif path.suffix == ".pt":
+            change(found := torch.load(path, weights_only=True))
+            torch.save(found, path)
+        else:
+            path.write_bytes(change(path.read_bytes()))
 
-    return do
+    return event
+
+
+def put(path, **entries):
+    """Sets entries of nested dicts: put("run/meta.json", knobs={"n_layer": 2}) sets one knob."""
+
+    def merge(part, entries):
+        for name, value in entries.items():
+            if isinstance(value, dict) and isinstance(part.get(name), dict):
+                merge(part[name], value)
+            else:
+                part[name] = value
+
+    return edited(path, lambda content: merge(content, entries))
+
+
+def without(path, *names):
+    """Removes an entry of nested dicts."""
+
+    def change(part):
+        for name in names[:-1]:
+            part = part[name]
+        del part[names[-1]]
+
+    return edited(path, change)
 
 
 def written(path, content):
-    return lambda _: Path(path).write_bytes(
-        content if isinstance(content, bytes) else content.encode()
-    )
+    return lambda _: Path(path).write_bytes(content)
+
+
+def data_set(train, val):
+    return lambda _: write_data(Path("data"), train, val)
 
 
 def removed(path):
     return lambda _: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+
+
+def pipe(path):
+    return lambda _: (Path(path).unlink(), os.mkfifo(path))
+
+
+def small_host(patch):
+    patch.setattr("common.machine.host_memory", lambda: 10e9)
 
 
 # {name} in a command line stands for a copy of one of these folders. {new} stands for the flags of
@@ -245,42 +278,27 @@ def names_in(line):
 
 
 def make(name, folder, place):
+    data = f"--dataset={place('data')}"
     if name == "pair":  # a LoRA adapter, and its run in the same parent folder
-        train_here(
-            f"--dataset={place('data')}", f"--out_dir={folder}/base", "--n_layer=2", "--max_iters=1"
-        )
-        train_here(
-            f"--init_from={folder}/base",
-            f"--out_dir={folder}/lora",
-            "--train_only=lora",
-            "--lora_rank=2",
-            "--max_iters=1",
-            "--eval_iters=1",
-            "--batch_size=2",
-            "--device=cpu",
-        )
-        edited(f"{folder}/lora/meta.json", lambda meta: meta["base"].update(path="base"))(None)
+        base, lora = folder / "base", folder / "lora"
+        train_here(data, f"--out_dir={base}", "--n_layer=2", "--max_iters=1")
+        small = "--max_iters=1 --eval_iters=1 --batch_size=2 --device=cpu".split()
+        adapter = "--train_only=lora", "--lora_rank=2"
+        train_here(f"--init_from={base}", f"--out_dir={lora}", *adapter, *small)
+        put(lora / "meta.json", base={"path": "base"})(None)
     elif name == "llama":  # a run exported in Hugging Face's layout
         pytest.importorskip("transformers")
         convert.main(["export", str(place("llama_run")), str(folder)])
     elif name == "pages":  # documents, and the data set that fineweb_edu.py makes from them
         folder.mkdir()
-        folder.joinpath("some.jsonl").write_text(
-            "".join(f'{{"text": "{f"page {n} " * 30}"}}\n' for n in range(40))
-        )
-        data_script(
-            "fineweb_edu",
-            f"--source={folder}/some.jsonl",
-            f"--out_dir={folder}/made",
-            "--tokenizer=bytes",
-            "--shard_tokens=4000",
-        )
+        source = folder / "some.jsonl"
+        pages = [json.dumps({"text": f"page {n} " * 30}) + "\n" for n in range(40)]
+        source.write_text("".join(pages))
+        flags = "--tokenizer=bytes", "--shard_tokens=4000"
+        data_script("fineweb_edu", f"--source={source}", f"--out_dir={folder}/made", *flags)
     else:
-        flags = [
-            flag.format_map({key: place(key) for key in names_in(flag)})
-            for flag in RUNS[name].split()
-        ]
-        train_here(f"--dataset={place('data')}", f"--out_dir={folder}", "--max_iters=1", *flags)
+        flags = RUNS[name].format_map({key: place(key) for key in names_in(RUNS[name])})
+        train_here(data, f"--out_dir={folder}", "--max_iters=1", *flags.split())
 
 
 @pytest.fixture(scope="session")
@@ -358,27 +376,20 @@ TEXTS = st.one_of(
 )
 # a large value of these is valid and only takes long; those in SLOW train other runs or change the
 # disk elsewhere
-LONG = {
-    "n_layer",
-    "max_iters",
-    "gradient_accumulation_steps",
-    "eval_iters",
-    "samples",
-    "tokens",
-    "trials",
-    "limit",
-}
-SLOW = {"dataset", "sweep", "out_dir", "run", "finetune"}
+LONG = (
+    "n_layer max_iters gradient_accumulation_steps eval_iters samples tokens trials limit".split()
+)
+SLOW = "dataset sweep out_dir run finetune".split()
 A_RUN = [
     f"--device=cpu --out_dir={run}"
     for run in ("{run}", "{softmax}", "{focus}", "{learned}", "{run},{softmax}")
 ]
 COMMANDS = {  # {a command: how its line begins}
+    f"eval.py {name}": A_RUN if name in eval_script.OF_A_RUN else [""]
+    for name in eval_script.COMMANDS
+}
+COMMANDS |= {
     "train.py": ["{new}", "--init_from=resume --out_dir={run}", "--init_from={run} --out_dir=out"],
-    **{
-        f"eval.py {name}": A_RUN if name in eval_script.OF_A_RUN else [""]
-        for name in eval_script.COMMANDS
-    },
     "eval.py passkey": [f"{begins} --lengths=90 --trials=1" for begins in A_RUN],
 }
 ONLY_FLAGS = {"train.py", "eval.py speed", "eval.py lab", "eval.py board"}  # would work too long
@@ -391,13 +402,13 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
     """In half of the cases a command ends after its flags, where it would begin to work."""
     works = works and command not in ONLY_FLAGS
     argv = prepared(f"{command} {data.draw(st.sampled_from(COMMANDS[command]))}")
-    name, groups = command.removeprefix("eval.py "), [Train, DryRun, GPTConfig, GPTConfig]
-    if found := eval_script.COMMANDS.get(name):
-        groups = (
-            [found.flags] * 3
-            + [Picture] * bool(found.draw)
-            + [Common] * (name in eval_script.OF_A_RUN)
-        )
+    name = command.removeprefix("eval.py ")
+    if name == "train.py":
+        groups = [Train, DryRun, GPTConfig, GPTConfig]
+    else:
+        found = eval_script.COMMANDS[name]
+        groups = [found.flags] * 3 + [Picture] * bool(found.draw)
+        groups += [Common] * (name in eval_script.OF_A_RUN)
     knobs = [field for group in groups for field in dataclasses.fields(group)]
     if name in eval_script.OF_A_RUN:
         knobs += [field for field in dataclasses.fields(GPTConfig) if field.name in OVERRIDES]
@@ -406,10 +417,12 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
         texts = SMALL if works and knob.name in LONG else TEXTS
         choices = list(ATTENTIONS if knob.name == "attn" else knob.metadata["choices"] or ())
         value = data.draw(texts | st.sampled_from(choices).map(str) if choices else texts)
-        flag = f"--{knob.name[: data.draw(st.sampled_from((None, None, None, None, None, -1)))]}"
-        if not (works and knob.name in SLOW):
-            ways = [f"{flag}={value}"], [flag, value], [flag]
-            argv += [value] if knob.metadata["positional"] else data.draw(st.sampled_from(ways))
+        cut_off = data.draw(st.sampled_from((None, None, None, None, None, -1)))
+        flag = f"--{knob.name[:cut_off]}"
+        if works and knob.name in SLOW:
+            continue
+        ways = [f"{flag}={value}"], [flag, value], [flag]
+        argv += [value] if knob.metadata["positional"] else data.draw(st.sampled_from(ways))
     with pytest.MonkeyPatch.context() as patch:
         if not works:
             patch.setattr(files, "one_line_errors", sys.exit)
@@ -419,14 +432,17 @@ def test_a_command_with_any_flags_works_or_ends_in_one_line(command, works, data
 
 # flags, the last value that is refused, and the first that is accepted
 BORDERS = {
-    "train.py {new}": """n_layer n_head block_size bias_range window_every batch_size max_iters 0 1,
-        gradient_accumulation_steps eval_interval eval_iters log_interval lora_rank 0 1, n_embd 0 2, n_embd 17 18,
-        n_kv_head vocab_size window first topk head_dim n_inner warmup_iters lr_decay_iters grad_clip head_lr -1 0,
-        weight_decay seed balance_skip -1 0, n_kv_head 3 2,
-        block_size 2147483648 2147483647, dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
+    "train.py {new}": """
+        n_layer n_head block_size bias_range window_every batch_size max_iters 0 1,
+        gradient_accumulation_steps eval_interval eval_iters log_interval lora_rank 0 1,
+        n_embd 0 2, n_embd 17 18, n_kv_head 3 2, block_size 2147483648 2147483647,
+        n_kv_head vocab_size window first topk head_dim n_inner grad_clip head_lr -1 0,
+        warmup_iters lr_decay_iters weight_decay seed balance_skip -1 0,
+        dropout -0.001 0, dropout 1 0.999, norm_eps 0 1e-9, norm_eps 1 0.9,
         rope_base 0 0.1, rope_base inf 1e30, learning_rate 0 1e-9,
-        learning_rate inf 1, learning_rate nan 1, min_lr nan 0, balance_shared beta1 beta2 -0.1 0,
-        balance_shared beta1 beta2 1 0.9, mfu 0 0.1, mfu 1.1 1""",
+        learning_rate inf 1, learning_rate nan 1, min_lr nan 0,
+        balance_shared beta1 beta2 -0.1 0, balance_shared beta1 beta2 1 0.9,
+        mfu 0 0.1, mfu 1.1 1""",
     "train.py {new} --attn=focus": "window 0 1, window 16 15",
     "train.py {new} --attn=focus --window=4": "attn_args=groups 1 2, attn_args=groups 17 16",
     "train.py {new} --attn=focus --window=4 --attn_args=groups=3": "topk 4 3",
@@ -448,10 +464,8 @@ def test_a_number_is_refused_up_to_its_border_and_accepted_beyond(line, prepared
         *flags, refused, accepted = border.split()
         for flag in flags:
             code, said = outcome(*argv, f"--{flag}={refused}")
-            assert code == FLAGS and flag.rpartition("=")[2] in said and refused in said, (
-                flag,
-                border,
-            )
+            assert code == FLAGS and refused in said, (flag, border)
+            assert flag.rpartition("=")[2] in said, (flag, border)
             assert outcome(*argv, f"--{flag}={accepted}") == (0, ""), (flag, border)
 
 
@@ -501,69 +515,55 @@ def damage(draw, part):
 @st.composite
 def damaged_file(draw, path):
     """The new content of a file: an entry is damaged, or some bytes are replaced or cut off."""
-    content, file = path.read_bytes(), io.BytesIO()
-    if path.suffix in (".json", ".pt") and draw(st.integers(0, 2)):
-        value = (
-            json.loads(content) if path.suffix == ".json" else torch.load(path, weights_only=True)
-        )
-        damage(draw, value)
-        if path.suffix == ".json":
-            return json.dumps(value).encode()
-        torch.save(value, file)
+    content = path.read_bytes()
+    if path.suffix == ".json" and draw(st.integers(0, 2)):
+        damage(draw, value := json.loads(content))
+        return json.dumps(value).encode()
+    if path.suffix == ".pt" and draw(st.integers(0, 2)):
+        damage(draw, value := torch.load(path, weights_only=True))
+        torch.save(value, file := io.BytesIO())
         return file.getvalue()
-    near, new = draw(st.integers(0, min(300, len(content)))), draw(st.binary(max_size=9))
+    near = draw(st.integers(0, min(300, len(content))))
+    new = draw(st.binary(max_size=9))
     at = draw(st.sampled_from((near, len(content) - near)))
     rest = content[at + draw(st.integers(0, 9)) :]
-    return draw(
-        st.sampled_from((content[:at], content[:at] + new + rest, b"", b"null", b"[" * 100_000))
-    )
+    whole = content[:at], content[:at] + new + rest, b"", b"null", b"[" * 100_000
+    return draw(st.sampled_from(whole))
 
 
-OF_A_RUN = [
-    f"eval.py {look} --device=cpu --out_dir=RUN"
-    for look in (
-        "loss --windows=2",
-        "loss --attn=softmax1",
-        "probe --windows=2",
-        "params",
-        "sample --tokens=3",
-    )
-]
-OF_A_RUN += [
-    "train.py --init_from=resume --out_dir=RUN --max_iters=3",
-    "data/weights.py export RUN out",
-    "train.py --init_from=RUN --out_dir=out --max_iters=1 --dataset={data} --device=cpu --train_only=lora",
-    "data/text.py --source={data}/val.bin --out_dir=out --tokenizer=RUN",
-]
-OF_DATA = [
-    "train.py {new} --max_iters=1",
-    *(
-        f"eval.py {look} --out_dir={{run}} --dataset={{data}}"
-        for look in ("loss --windows=2", "sample --tokens=3")
-    ),
-]
+OF_A_RUN = """
+  eval.py loss --windows=2 --device=cpu --out_dir=RUN
+  eval.py loss --attn=softmax1 --device=cpu --out_dir=RUN
+  eval.py probe --windows=2 --device=cpu --out_dir=RUN
+  eval.py params --device=cpu --out_dir=RUN
+  eval.py sample --tokens=3 --device=cpu --out_dir=RUN
+  train.py --init_from=resume --out_dir=RUN --max_iters=3
+  train.py --init_from=RUN --train_only=lora --out_dir=o --max_iters=1 --device=cpu --dataset={data}
+  data/weights.py export RUN out
+  data/text.py --source={data}/val.bin --out_dir=out --tokenizer=RUN
+"""
+OF_DATA = """
+    train.py {new} --max_iters=1
+    eval.py loss --windows=2 --out_dir={run} --dataset={data}
+    eval.py sample --tokens=3 --out_dir={run} --dataset={data}
+"""
 OF_PAGES = (
     "data/fineweb_edu.py --tokenizer=bytes --source={pages}/some.jsonl --out_dir={pages}/made "
     "--shard_tokens=4000 --train_shards=3"
 )
 READERS = {  # {a file: command lines that read it}
-    **{
-        f"{run}/{name}": [line.replace("RUN", run) for line in OF_A_RUN]
-        for run in ("{run}", "{pair}/lora")
-        for name in ("ckpt.pt", "meta.json")
-    },
-    "{run}/log.csv": [
-        "train.py --init_from=resume --out_dir={run} --max_iters=9",
-        "eval.py loss --windows=2 --png=out --out_dir={run}",
-    ],
-    **{f"{{data}}/{name}": OF_DATA for name in ("train.bin", "meta.json")},
-    "{toy}/tokenizer.json": [
-        "data/text.py --source={data}/val.bin --out_dir=out --tokenizer={toy}"
-    ],
-    "{pages}/made/meta.json": [OF_PAGES],
-    "{pages}/some.jsonl": [
-        "data/text.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=out"
-    ],
+    "{run}/ckpt.pt": OF_A_RUN.replace("RUN", "{run}"),
+    "{run}/meta.json": OF_A_RUN.replace("RUN", "{run}"),
+    "{pair}/lora/ckpt.pt": OF_A_RUN.replace("RUN", "{pair}/lora"),
+    "{pair}/lora/meta.json": OF_A_RUN.replace("RUN", "{pair}/lora"),
+    "{run}/log.csv": """
+        train.py --init_from=resume --out_dir={run} --max_iters=9
+        eval.py loss --windows=2 --png=out --out_dir={run}""",
+    "{data}/train.bin": OF_DATA,
+    "{data}/meta.json": OF_DATA,
+    "{toy}/tokenizer.json": "data/text.py --source={data}/val.bin --out_dir=out --tokenizer={toy}",
+    "{pages}/made/meta.json": OF_PAGES,
+    "{pages}/some.jsonl": "data/text.py --source={pages}/some.jsonl --tokenizer=bytes --out_dir=o",
 }
 
 
@@ -571,7 +571,8 @@ READERS = {  # {a file: command lines that read it}
 @given(data=st.data())
 @pytest.mark.parametrize("path", READERS)
 def test_a_command_that_reads_a_damaged_file_works_or_ends_in_one_line(path, data, prepared):
-    *argv, path = prepared(f"{data.draw(st.sampled_from(READERS[path]))} {path}")
+    line = data.draw(st.sampled_from(READERS[path].strip().splitlines()))
+    *argv, path = prepared(f"{line} {path}")
     Path(path).write_bytes(data.draw(damaged_file(Path(path))))
     outcome(*argv)
 
@@ -583,381 +584,313 @@ class Attack:
         return os.mkdir, (os.path.abspath(MARKER),)
 
 
-SAYS = [  # (how a line begins, exit code, "its flags => the error says; ...")
+SAYS = {  # {(how a line begins, exit code): its flags => what the error says, one a line}
+    ("train.py {new}", FLAGS): """
+        --bias=maybe => 'maybe' is not 0 or 1
+        --rope_scaling=linear:0 => write linear:FACTOR
+        --train_only=lora => a part of the model.*--init_from
+        --attn=elastic --attn_args=tau_init=nan => use a number
+        --attn=ttt --forget=channel => use --forget=none, fixed, dt or alpha
+        --attn=performer --rule=softmax => it accepts
+        --n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer
+        --attn=elastic --sink=key => merged by log-sum-exp
+        --rope_scaling=linear:2 --pos=learned => needs rotary positions
+        --attn=elastic --attn_args=per_length=row => use 1 or 0, or block
+        --topk=2 => only mixer focus or selection has it
+        --attn_args=tau_init=1 => key 'tau_init': --attn=softmax accepts none
+        --attn=routing --window=4 => clusters decide
+        --attn=sink_token --window=8 => add --first=1
+        --normalize=sum => without a normaliser
+        --first=4 => add --window=N
+        --attn=kv_bias --attn_args=value_even=1 => add value_norm=NUMBER
+        --attn=magicpig --topk=8 => depends on its tables
+        --window_every=2 => add --window=N
+        --attn=retnet --write=dt => forget=dt
+        --head_balance=1 --n_head=1 => takes two
+        --attn=mamba2 --rule=delta => --write=dt has no bound
+        --head_balance=1 --balance_skip=1 => leave 0 of 1 x 2 heads
+        --head_balance=1 --attn=window --window=4 => add --first=1
+        --attn=deltanet --feature=elu => leave out --feature
+        --attn=streaming --window=4 --feature=elu => channels of their own
+        --attn=diff --n_head=1 => must both be even
+        --attn=mlp --normalize=sum => use --normalize=max1
+        --attn=deltanet --qk_norm=none => add --qk_norm=l2
+        --head_balance=1 --attn=elastic => neither.*--gate
+        --attn=sparq => then give --attn=sparq to eval.py
+        --dataset=no/such => choose from .*stdlib
+        --attn=gla --normalize=sum => either sign
+        --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip
+        --bias_of=k => add --qkv_bias=1
+        --warmup_iters=99999999999999999999 => must be below 2..31
+        --layers=elastic+foo => 'foo' must be RECIPE.*softmax
+        --layers=softmax*100 => must be RECIPE
+        --layers=softmax*2 => names 2 layers, and n_layer=1: raise
+        --layers=elastic --attn=lazy => leave out --attn=lazy
+        --layers=softmax,window=x => must be a whole number
+        --layers=softmax+sink_token --n_layer=2 => sink=none, .* layer's sink=token: add --sink
+        --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate
+        --docs=1 --attn=routing => leave out --docs
+        --layers=softmax+kda --n_layer=2 --docs=1 => of mixer recurrent
+        --docs=1 --attn=sink_token => use --sink=key_value
+        --docs=1 --head_balance=1 => or leave out --docs
+    """,
+    ("train.py {new} --kernel=sdpa", INPUT): """
+        --attn=elastic => use auto or torch
+        --attn=softmax1 => plain softmax
+        --attn=focus --window=4 => plain softmax
+        --attn=performer => plain softmax
+        --pos=alibi => plain softmax
+        --attn=softmax --n_head=4 --head_balance=0.5 => log-sum-exp of each row.*use auto or torch
+    """,
+    ("train.py {new} --kernel=triton", INPUT): """
+        --dropout=0.1 => dropout
+        --n_embd=1024 => heads are wider than 256
+        --attn=routing => has no kernel
+        --attn=streaming --window=4 --n_embd=512 => heads are wider than 256
+        --attn=focus --window=4 => the soft gate of every pair has no kernel
+    """,
+    ("train.py {new}", INPUT): """
+        --device=meta => choose cuda, mps or cpu
+        --vocab_size=256 => the data set .* needs 257
+        --preset=lab --dataset={symbols} --block_size=65 => have 64 tokens: lower --block_size
+    """,
+    ("train.py --init_from=resume --out_dir={run}", FLAGS): """
+        --n_layer=2 => cannot resume with n_layer=2: leave out
+        --out_dir=no => no run in no
+    """,
+    ("train.py --out_dir=out", INPUT): """
+        --init_from={run} --out_dir={run} => name another --out_dir for the new run
+        --init_from={learned} --block_size=32 => wpe.weight is .16, 16. in the .*.32, 16.
+        --init_from={toy_run} --dataset={data} => tokenizer of toy_run .toy.: .*--tokenizer=toy_run
+        --init_from={softmax} --attn=diff2 => does not fit --attn=diff2: .*c_attn.*as elastic and
+        --init_from={pair}/base --train_only=lora --qkv_bias=1 --bias_of=k => leave out one
+        --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus
+        --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*value
+    """,
+    ("eval.py", FLAGS): """
+        => which command. .*: loss, lengths
+        prob => 'prob', did you mean probe. .*-h
+        bench --out_dir=x => which tasks. give --tasks
+        loss => which run. give --out_dir
+        theory --seed=-1 => must be at least 0
+        maps --out_dir=x --text=' ' => --text is empty
+        heads --out_dir=x --prune=1,x => '1,x' must be whole
+        board --train_args=--n_layer=1 => a folder of their own
+        board --dataset=x => a folder of their own
+        board --rates=2e-3,x => 2e-3,x must be numbers
+        board --seeds=1,2 => 1 only chooses
+        board --attn=nothing => nothing
+    """,
+    ("eval.py", INPUT): """
+        loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes
+        loss --out_dir={run} --attn=softmax => does not fit.*tau
+        probe --out_dir={symbols_run} --input=bos => no separator
+        loss --out_dir={symbols_run} --length=65 => 64 tokens
+        lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64
+        probe --out_dir={run} --k=17 => window has 16 tokens
+        passkey --out_dir={run} --lengths=200 => garbage.*at least
+        groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*4
+        routers --out_dir={focus} --k=5 => 1 to 4 groups
+        passkey --out_dir={symbols_run} => trained on text
+        loss --out_dir={learned} --length=17 => its block_size=16 positions
+    """,
+    ("data/text.py --out_dir=out", FLAGS): """
+        => give --source FILE or FOLDER
+    """,
+    ("data/text.py --tokenizer=bytes", INPUT): """
+        --source={toy} --val tokenizer meta => holds out everything
+        --source={toy} --val zulu => --val zulu: no such file in
+        --source={toy} --name=stdlib => is the name of a script
+        --source=missing => --source=missing does not exist
+        --source={toy} --fixed_at=6 --length=6 => in 0..5
+    """,
+    ("data/text.py --source={toy} --out_dir=out", INPUT): """
+        --tokenizer=nowhere => choose from bytes, gpt2
+        --tokenizer=numbers => for symbols, not for text
+        --tokenizer=gpt2-256 => 257 to 50257 ids
+    """,
+    ("data/backcopy.py --out_dir=out", INPUT): """
+        --fixed_at=99 => in 0..64, or -1
+    """,
+    ("data/stdlib.py --source=. --out_dir=out", INPUT): """
+        => 0 Python files under .* are too few .*--source
+    """,
+    ("data/weights.py", FLAGS): """
+        => NAME.FOLDER.FILE
+    """,
+    ("data/weights.py", INPUT): """
+        no/such => neither a folder with config.json nor a .gguf
+        {llama}/model.safetensors --out=out => neither a folder
+        export {llama_run} {llama} => exists: name a new
+        {llama} --out={llama} => name another one
+        {llama} --out={run} => holds a run that was trained
+    """,
+}
+
+LOSS = "eval.py loss --out_dir={run}"
+LORA = "eval.py loss --out_dir={pair}/lora"
+SEVERAL = "eval.py loss --out_dir={run},{copy}"
+CURVES = "eval.py loss --out_dir={run} --png=out --windows=2"
+RESUME = "train.py --init_from=resume --max_iters=9 --out_dir={run}"
+SAMPLE = "eval.py sample --tokens=2 --out_dir={toy_run}"
+TEXT = "data/text.py --out_dir=out --tokenizer=bytes --source="
+CODED = f"{TEXT}{{toy}} --tokenizer={{toy}}"
+HUB = "data/weights.py {llama} --out=out"
+NOT_OURS = "was not written by train.py"
+NO_CHECKPOINT = "not a readable checkpoint"
+NO_STATE = "optimizer state does not fit the model: .*--init_from"
+BASE, ADAPTER = "pair/base/ckpt.pt", "pair/lora/ckpt.pt"
+SPARSE = torch.eye(2).to_sparse()
+NO_FILE = {"tokens": 1, "sha256": ""}
+
+AFTER = [  # (a command line, what the error says, events before it)
+    # train.py with data that do not fit
+    ("train.py {new}", "val.*block_size", data_set(WORDS, WORDS[:16])),
+    ("train.py {new}", "train.*no tokens.*make", data_set([], WORDS)),
+    ("train.py {new}", "train.bin is missing.*make", removed("data/train.bin")),
+    ("train.py {new}", "val.bin.*damaged.*make", edited("data/val.bin", lambda b: b[:-100])),
+    ("train.py {new}", "train.bin.*not a token file", written("data/train.bin", b"PNG" * 1000)),
+    ("train.py {new}", "val.bin is not a regular file", pipe("data/val.bin")),
+    ("train.py {new}", "meta.json.*make", written("data/meta.json", b"{")),
+    ("train.py {new}", "meta.json lacks vocab_size, tok", put("data/meta.json", separator=-1)),
     (
         "train.py {new}",
-        FLAGS,
-        """--bias=maybe => 'maybe' is not 0 or 1; --rope_scaling=linear:0 => write linear:FACTOR;
-    --train_only=lora => a part of the model.*--init_from; --attn=elastic --attn_args=tau_init=nan => use a number;
-    --attn=ttt --forget=channel => use --forget=none, fixed, dt or alpha; --attn=performer --rule=softmax => it accepts;
-    --n_layr=1 => unknown flag --n_layr=1, did you mean --n_layer;
-    --attn=elastic --sink=key => merged by log-sum-exp; --rope_scaling=linear:2 --pos=learned => needs rotary positions;
-    --attn=elastic --attn_args=per_length=row => use 1 or 0, or block; --topk=2 => only mixer focus or selection has it;
-    --attn_args=tau_init=1 => key 'tau_init': --attn=softmax accepts none; --attn=routing --window=4 => clusters decide;
-    --attn=sink_token --window=8 => add --first=1; --normalize=sum => without a normaliser; --first=4 => add --window=N;
-    --attn=kv_bias --attn_args=value_even=1 => add value_norm=NUMBER; --attn=magicpig --topk=8 => depends on its tables;
-    --window_every=2 => add --window=N; --attn=retnet --write=dt => forget=dt; --head_balance=1 --n_head=1 => takes two;
-    --attn=mamba2 --rule=delta => --write=dt has no bound; --head_balance=1 --balance_skip=1 => leave 0 of 1 x 2 heads;
-    --head_balance=1 --attn=window --window=4 => add --first=1; --attn=deltanet --feature=elu => leave out --feature;
-    --attn=streaming --window=4 --feature=elu => channels of their own; --attn=diff --n_head=1 => must both be even;
-    --attn=mlp --normalize=sum => use --normalize=max1; --attn=deltanet --qk_norm=none => add --qk_norm=l2;
-    --head_balance=1 --attn=elastic => neither.*--gate; --attn=sparq => then give --attn=sparq to eval.py;
-    --dataset=no/such => choose from .*stdlib; --attn=gla --normalize=sum => either sign;
-    --head_balance=1 --balance_form=all --balance_skip=1 => leave out --balance_skip;
-    --bias_of=k => add --qkv_bias=1; --warmup_iters=99999999999999999999 => must be below 2..31;
-    --layers=elastic+foo => 'foo' must be RECIPE.*softmax; --layers=softmax*100 => must be RECIPE;
-    --layers=softmax*2 => names 2 layers, and n_layer=1: raise;
-    --layers=elastic --attn=lazy => leave out --attn=lazy; --layers=softmax,window=x => must be a whole number;
-    --layers=softmax+sink_token --n_layer=2 => sink=none, .* layer's sink=token: add --sink=VALUE .* or key_value;
-    --layers=softmax+kda --n_layer=2 --head_balance=1 => neither.*--gate; --docs=1 --attn=routing => leave out --docs;
-    --layers=softmax+kda --n_layer=2 --docs=1 => of mixer recurrent;
-    --docs=1 --attn=sink_token => use --sink=key_value; --docs=1 --head_balance=1 => or leave out --docs""",
+        "meta.json lacks vocab_size, tokenizer or",
+        put("data/meta.json", shards={"../run/ckpt.pt": NO_FILE}),
     ),
-    (
-        "train.py {new} --kernel=sdpa",
-        INPUT,
-        """--attn=elastic => use auto or torch; --attn=softmax1 => plain softmax;
-    --attn=focus --window=4 => plain softmax; --attn=performer => plain softmax; --pos=alibi => plain softmax;
-    --attn=softmax --n_head=4 --head_balance=0.5 => log-sum-exp of each row.*use auto or torch""",
-    ),
+    ("train.py {new} --docs=1", "data/train does not begin with .*separator.*leave out --docs"),
+    # a machine that is too small
     (
         "train.py {new} --kernel=triton",
-        INPUT,
-        """--dropout=0.1 => dropout; --n_embd=1024 => heads are wider than 256;
-    --attn=routing => has no kernel; --attn=streaming --window=4 --n_embd=512 => heads are wider than 256;
-    --attn=focus --window=4 => the soft gate of every pair has no kernel""",
+        "needs triton",
+        lambda patch: patch.setattr(kernels, "AVAILABLE", False),
     ),
     (
-        "train.py {new}",
-        INPUT,
-        """--device=meta => choose cuda, mps or cpu;
-    --vocab_size=256 => the data set .* needs 257;
-    --preset=lab --dataset={symbols} --block_size=65 => have 64 tokens: lower --block_size""",
+        "train.py {new} --eval_iters=100",
+        "asks for 400 windows, and .* holds 249: give at most 62",
+        small_host,
     ),
     (
-        "train.py --init_from=resume --out_dir={run}",
-        FLAGS,
-        """--n_layer=2 => cannot resume with n_layer=2: leave out;
-    --out_dir=no => no run in no""",
+        "train.py {new} --gradient_accumulation_steps=2000000000",
+        "tokens of a step need 1,088.0 GB of memory, .*: lower it",
+        small_host,
     ),
     (
-        "train.py --out_dir=out",
-        INPUT,
-        """--init_from={run} --out_dir={run} => name another --out_dir for the new run;
-    --init_from={learned} --block_size=32 => wpe.weight is .16, 16. in the .*.32, 16.;
-    --init_from={toy_run} --dataset={data} => in the tokenizer of toy_run .toy.: .*--tokenizer=toy_run;
-    --init_from={softmax} --attn=diff2 => does not fit --attn=diff2: .*c_attn.*as elastic and softmax have;
-    --init_from={pair}/base --train_only=lora --qkv_bias=1 --bias_of=k => leave out one;
-    --init_from={pair}/base --train_only=focus => --attn=softmax adds nothing.*--attn=focus;
-    --init_from={pair}/base --train_only=lora --attn=elastic => h.0.attn.tau is not in .*base.*initial value""",
+        "train.py {new} --n_layer=300000",
+        "parameters, 3,104 in each of n_layer=300000 blocks, needs 26.9 GB .* 10.0 GB: lower",
+        small_host,
     ),
+    # a run that cannot go on
     (
-        "eval.py",
-        FLAGS,
-        """=> which command. .*: loss, lengths; prob => 'prob', did you mean probe. .*-h;
-    bench --out_dir=x => which tasks. give --tasks; loss => which run. give --out_dir;
-    theory --seed=-1 => must be at least 0; maps --out_dir=x --text=' ' => --text is empty;
-    heads --out_dir=x --prune=1,x => '1,x' must be whole;
-    board --train_args=--n_layer=1 => a folder of their own; board --dataset=x => a folder of their own;
-    board --rates=2e-3,x => 2e-3,x must be numbers;
-    board --seeds=1,2 => 1 only chooses; board --attn=nothing => nothing""",
-    ),
-    (
-        "eval.py",
-        INPUT,
-        """loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes;
-    loss --out_dir={run} --attn=softmax => does not fit.*tau; probe --out_dir={symbols_run} --input=bos => no separator;
-    loss --out_dir={symbols_run} --length=65 => 64 tokens; lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64;
-    probe --out_dir={run} --k=17 => window has 16 tokens; passkey --out_dir={run} --lengths=200 => garbage.*at least;
-    groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*focus has 4;
-    routers --out_dir={focus} --k=5 => 1 to 4 groups; passkey --out_dir={symbols_run} => trained on text;
-    loss --out_dir={learned} --length=17 => its block_size=16 positions""",
-    ),
-    ("data/text.py --out_dir=out", FLAGS, "=> give --source FILE or FOLDER"),
-    (
-        "data/text.py --tokenizer=bytes",
-        INPUT,
-        """--source={toy} --val tokenizer meta => holds out everything;
-    --source={toy} --val zulu => --val zulu: no such file in; --source={toy} --name=stdlib => is the name of a script;
-    --source=missing => --source=missing does not exist; --source={toy} --fixed_at=6 --length=6 => in 0..5""",
-    ),
-    (
-        "data/text.py --source={toy} --out_dir=out",
-        INPUT,
-        """--tokenizer=nowhere => choose from bytes, gpt2;
-    --tokenizer=numbers => for symbols, not for text;
-    --tokenizer=gpt2-256 => 257 to 50257 ids""",
-    ),
-    ("data/backcopy.py --out_dir=out", INPUT, "--fixed_at=99 => in 0..64, or -1"),
-    (
-        "data/stdlib.py --source=. --out_dir=out",
-        INPUT,
-        "=> 0 Python files under .* are too few .*--source",
-    ),
-    ("data/weights.py", FLAGS, "=> NAME.FOLDER.FILE"),
-    (
-        "data/weights.py",
-        INPUT,
-        """no/such => neither a folder with config.json nor a .gguf;
-    {llama}/model.safetensors --out=out => neither a folder; export {llama_run} {llama} => exists: name a new;
-    {llama} --out={llama} => name another one; {llama} --out={run} => holds a run that was trained""",
-    ),
-]
-
-
-def small_host(patch):
-    patch.setattr("common.machine.host_memory", lambda: 10e9)
-
-
-def pipe(path):
-    return lambda _: (Path(path).unlink(), os.mkfifo(path))
-
-
-LOSS, RESUME = (
-    "eval.py loss --out_dir={run}",
-    "train.py --init_from=resume --max_iters=9 --out_dir={run}",
-)
-SAMPLE, LORA = "eval.py sample --tokens=2 --out_dir={toy_run}", LOSS.replace("{run}", "{pair}/lora")
-TEXT = "data/text.py --out_dir=out --tokenizer=bytes"
-AFTER = [  # (a command line, rows: what the error says, events before it)
-    (
-        "train.py {new} --kernel=triton",
-        [("needs triton", lambda patch: patch.setattr(kernels, "AVAILABLE", False))],
-    ),
-    (
-        "train.py {new}",
-        [
-            ("val.*block_size", lambda _: write_data(Path("data"), WORDS, WORDS[:16])),
-            ("train.*no tokens.*make", lambda _: write_data(Path("data"), [], WORDS)),
-            ("train.bin is missing.*make", removed("data/train.bin")),
-            ("val.bin.*damaged.*make", edited("data/val.bin", lambda content: content[:-100])),
-            ("train.bin.*not a token file.*make", written("data/train.bin", b"PNG" * 1000)),
-            ("val.bin is not a regular file", pipe("data/val.bin")),
-            ("meta.json.*make", written("data/meta.json", "{")),
-            (
-                "meta.json lacks vocab_size, tokenizer or",
-                edited("data/meta.json", lambda meta: meta.update(separator=-1)),
-            ),
-            (
-                "meta.json lacks vocab_size, tokenizer or",
-                edited(
-                    "data/meta.json",
-                    lambda meta: meta["shards"].update(
-                        {"../run/ckpt.pt": {"tokens": 1, "sha256": ""}}
-                    ),
-                ),
-            ),
-        ],
-    ),
-    *(
-        (f"train.py {{new}} {flag}", [(says, small_host)])
-        for flag, says in (
-            ("--eval_iters=100", "asks for 400 windows, and .* holds 249: give at most 62"),
-            (
-                "--gradient_accumulation_steps=2000000000",
-                "tokens of a step need 1,088.0 GB of memory, .*: lower it",
-            ),
-            (
-                "--n_layer=300000",
-                "parameters, 3,104 in each of n_layer=300000 blocks, needs 26.9 GB .* 10.0 GB: lower",
-            ),
-        )
-    ),
-    (
-        "train.py {new} --docs=1",
-        [("data/train does not begin with a document's separator.*leave out --docs",)],
+        RESUME,
+        "data set ./data has changed since run began",
+        data_set(WORDS[:9000], WORDS[:900]),
+        put("run/meta.json", knobs={"dataset": "./data"}),
     ),
     (
         RESUME,
-        [
-            (
-                "data set ./data has changed since run began",
-                lambda _: write_data(Path("data"), WORDS[:9000], WORDS[:900]),
-                edited("run/meta.json", lambda meta: meta["knobs"].update(dataset="./data")),
-            ),
-            (
-                "process 1 on .* trains in .*, delete .*lock",
-                written("run/lock", f"process 1 on {socket.gethostname()}"),
-            ),
-            ("log.csv is not a regular file", pipe("run/log.csv")),
-            *(
-                ("optimizer state does not fit the model: .*--init_from", event)
-                for event in (
-                    edited(
-                        "run/ckpt.pt", lambda found: found["optimizer"]["param_groups"].reverse()
-                    ),
-                    edited(
-                        "run/ckpt.pt",
-                        lambda found: found["optimizer"]["state"][0].update(
-                            exp_avg=torch.ones(2, 2)
-                        ),
-                    ),
-                    edited(
-                        "run/ckpt.pt",
-                        lambda found: found["optimizer"].update(
-                            state={0: {"exp_avg": torch.eye(2).to_sparse()}}
-                        ),
-                    ),
-                )
-            ),
-        ],
+        "process 1 on .* trains in .*, delete .*lock",
+        written("run/lock", f"process 1 on {socket.gethostname()}".encode()),
     ),
+    (RESUME, "log.csv is not a regular file", pipe("run/log.csv")),
     (
-        LOSS,
-        [
-            *(
-                ("ckpt.pt was not written by train.py", edited("run/ckpt.pt", change))
-                for change in (
-                    lambda found: found.update(step=-1),
-                    lambda found: found.update(optimizer=[]),
-                )
-            ),
-            (
-                "attn.tau",
-                edited("run/ckpt.pt", lambda found: found["model"].pop("transformer.h.0.attn.tau")),
-            ),
-            (
-                "other than dense tensors",
-                edited("run/ckpt.pt", lambda m: m["model"].update(x=torch.eye(2).to_sparse())),
-            ),
-            ("not a readable checkpoint", written("run/ckpt.pt", b"PK")),
-            (
-                "not a readable checkpoint",
-                edited("run/ckpt.pt", lambda found: found.update(model=Attack())),
-            ),
-            (
-                "not a readable checkpoint",
-                lambda _: pickle.dump({"model": Attack()}, open("run/ckpt.pt", "wb")),
-            ),
-            ("ckpt.pt is not a regular file", pipe("run/ckpt.pt")),
-            ("no run in run .no meta.json there.: train", removed("run/meta.json")),
-            ("the run has saved no checkpoint yet", removed("run/ckpt.pt")),
-            (
-                "meta.json was not written by train.py",
-                edited("run/meta.json", lambda m: m.update(base={"path": 3})),
-            ),
-            *(
-                (says, edited("run/meta.json", lambda m, knobs=knobs: m["knobs"].update(knobs)))
-                for says, knobs in (
-                    ("transformer.h.1", {"n_layer": 2}),
-                    ("attn=x.*softmax", {"attn": "x"}),
-                    ("n_layer='x' must be of type int", {"n_layer": "x"}),
-                    ("must be a plain name", {"dataset": "*"}),
-                )
-            ),
-        ],
-    ),
-    (
-        LORA,
-        [
-            (
-                "trained on top of the run base, which is neither there nor in .*/base: restore",
-                removed("pair/base"),
-            ),
-            *(
-                (says, edited(f"pair/{name}/ckpt.pt", change))
-                for name, says, change in (
-                    (
-                        "base",
-                        "adapter for other weights",
-                        lambda found: found["model"]["transformer.ln_f.weight"].add_(1),
-                    ),
-                    (
-                        "lora",
-                        "does not fit.*c_pr",
-                        lambda found: found["model"].pop("transformer.h.1.attn.c_proj.lora_b"),
-                    ),
-                    (
-                        "lora",
-                        "does not fit.*h.7.tau",
-                        lambda found: found["model"].update({"h.7.tau": torch.ones(2)}),
-                    ),
-                )
-            ),
-        ],
-    ),
-    (
-        SAMPLE,
-        [
-            (says, edited("toy_run/meta.json", lambda meta, wrong=wrong: meta.update(wrong)))
-            for says, wrong in (
-                ("must be a plain name", {"tokenizer": "../../evil"}),
-                ("separator 300 is not an id", {"separator": 300}),
-                ("not written by train.py", {"ends": [-1]}),
-                ("not written by train.py", {"separator": 1.5}),
-            )
-        ],
-    ),
-    (
-        "eval.py loss --out_dir={run} --png=out --windows=2",
-        [
-            ("log.csv is damaged.*--png", written("run/log.csv", "step,val_loss\n4,x\n")),
-            ("no curve.*--png", removed("run/log.csv")),
-        ],
+        RESUME,
+        NO_STATE,
+        edited("run/ckpt.pt", lambda found: found["optimizer"]["param_groups"].reverse()),
     ),
     *(
-        (f"{TEXT} --source={name}", [(f"{name}.*{says}", written(name, content))])
-        for name, says, content in (
-            ("blank.txt", "is empty", " \n"),
-            ("binary.bin", "not text", b"\x7fELF\0\1"),
-            ("a.txt", "not text", b"\xe9"),
-            ("line.jsonl", "line 2", '{"text": "a"}\n{"text": \n'),
-            ("one.txt", "too few to hold out", "x"),
-            ("plain.gz", "damaged", "x"),
-        )
+        (RESUME, NO_STATE, put("run/ckpt.pt", optimizer={"state": {0: {"exp_avg": wrong}}}))
+        for wrong in (torch.ones(2, 2), SPARSE)
+    ),
+    # a run that cannot be read
+    (LOSS, NOT_OURS, put("run/ckpt.pt", step=-1)),
+    (LOSS, NOT_OURS, put("run/ckpt.pt", optimizer=[])),
+    (LOSS, "attn.tau", without("run/ckpt.pt", "model", "transformer.h.0.attn.tau")),
+    (LOSS, "other than dense tensors", put("run/ckpt.pt", model={"x": SPARSE})),
+    (LOSS, NO_CHECKPOINT, written("run/ckpt.pt", b"PK")),
+    (LOSS, NO_CHECKPOINT, put("run/ckpt.pt", model=Attack())),
+    (LOSS, NO_CHECKPOINT, written("run/ckpt.pt", pickle.dumps({"model": Attack()}))),
+    (LOSS, "ckpt.pt is not a regular file", pipe("run/ckpt.pt")),
+    (LOSS, "no run in run .no meta.json there.: train", removed("run/meta.json")),
+    (LOSS, "the run has saved no checkpoint yet", removed("run/ckpt.pt")),
+    (LOSS, NOT_OURS, put("run/meta.json", base={"path": 3})),
+    (LOSS, "transformer.h.1", put("run/meta.json", knobs={"n_layer": 2})),
+    (LOSS, "attn=x.*softmax", put("run/meta.json", knobs={"attn": "x"})),
+    (LOSS, "n_layer='x' must be of type int", put("run/meta.json", knobs={"n_layer": "x"})),
+    (LOSS, "must be a plain name", put("run/meta.json", knobs={"dataset": "*"})),
+    (LORA, "run base, which is neither there nor in .*/base: restore", removed("pair/base")),
+    (
+        LORA,
+        "adapter for other weights",
+        edited(BASE, lambda found: found["model"]["transformer.ln_f.weight"].add_(1)),
+    ),
+    (LORA, "does not fit.*c_pr", without(ADAPTER, "model", "transformer.h.1.attn.c_proj.lora_b")),
+    (LORA, "does not fit.*h.7.tau", put(ADAPTER, model={"h.7.tau": torch.ones(2)})),
+    (SAMPLE, "must be a plain name", put("toy_run/meta.json", tokenizer="../../evil")),
+    (SAMPLE, "separator 300 is not an id", put("toy_run/meta.json", separator=300)),
+    (SAMPLE, "not written by train.py", put("toy_run/meta.json", ends=[-1])),
+    (SAMPLE, "not written by train.py", put("toy_run/meta.json", separator=1.5)),
+    # runs that cannot be compared, found before the weights are read
+    (
+        SEVERAL,
+        "training data .hash.: .* and 0.*--dataset",
+        put("copy/meta.json", data_hash="0"),
+        removed("run/ckpt.pt"),
     ),
     (
-        f"{TEXT} --source={{toy}} --tokenizer={{toy}}",
-        [
-            ("between two texts.*eos_token", removed("toy/meta.json")),
-            (
-                "pip install tokenizers",
-                lambda patch: patch.setitem(sys.modules, "tokenizers", None),
-            ),
-        ],
+        SEVERAL,
+        "block_size: 16 and 8.*--length",
+        put("copy/meta.json", knobs={"block_size": 8}),
+        removed("run/ckpt.pt"),
+    ),
+    (CURVES, "log.csv is damaged.*--png", written("run/log.csv", b"step,val_loss\n4,x\n")),
+    (CURVES, "no curve.*--png", removed("run/log.csv")),
+    # texts
+    (f"{TEXT}blank.txt", "blank.txt.*is empty", written("blank.txt", b" \n")),
+    (f"{TEXT}binary.bin", "binary.bin.*not text", written("binary.bin", b"\x7fELF\0\1")),
+    (f"{TEXT}a.txt", "a.txt.*not text", written("a.txt", b"\xe9")),
+    (f"{TEXT}b.jsonl", "b.jsonl.*line 2", written("b.jsonl", b'{"text": "a"}\n{"text": \n')),
+    (f"{TEXT}one.txt", "one.txt.*too few to hold out", written("one.txt", b"x")),
+    (f"{TEXT}plain.gz", "plain.gz.*damaged", written("plain.gz", b"x")),
+    (CODED, "between two texts.*eos_token", removed("toy/meta.json")),
+    (
+        CODED,
+        "pip install tokenizers",
+        lambda patch: patch.setitem(sys.modules, "tokenizers", None),
     ),
     (
         OF_PAGES,
-        [
-            (
-                "from other sources",
-                edited("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'),
-            )
-        ],
+        "from other sources",
+        edited("pages/some.jsonl", lambda b: b + b'{"text": "one more"}\n'),
+    ),
+    # public weights
+    (HUB, "transformers cannot read", removed("llama/config.json")),
+    (
+        HUB,
+        "transformers cannot read the weights",
+        edited("llama/model.safetensors", lambda b: b[:5000]),
     ),
     (
-        "data/weights.py {llama} --out=out",
-        [
-            ("transformers cannot read", removed("llama/config.json")),
-            (
-                "transformers cannot read the weights",
-                edited("llama/model.safetensors", lambda b: b[:5000]),
-            ),
-            *(
-                (says, edited("llama/config.json", lambda config, new=new: config.update(new)))
-                for says, new in (
-                    ("model_type gemma is not among llama, gpt2", {"model_type": "gemma"}),
-                    ("unexpected tensors, such as model.layers.1", {"num_hidden_layers": 1}),
-                )
-            ),
-        ],
+        HUB,
+        "model_type gemma is not among llama, gpt2",
+        put("llama/config.json", model_type="gemma"),
+    ),
+    (
+        HUB,
+        "unexpected tensors, such as model.layers.1",
+        put("llama/config.json", num_hidden_layers=1),
     ),
     (
         "data/weights.py export {softmax} back",
-        [
-            (
-                "has no .*sink=logit",
-                edited("softmax/meta.json", lambda m: m["knobs"].update(sink="logit")),
-            )
-        ],
+        "has no .*sink=logit",
+        put("softmax/meta.json", knobs={"sink": "logit"}),
     ),
 ]
-ROWS = [
-    (f"{begins} {row.split('=> ')[0].strip()}", code, row.split("=> ")[1], ())
-    for begins, code, text in SAYS
-    for row in text.split(";")
-]
-ROWS += [(line, INPUT, says, events) for line, rows in AFTER for says, *events in rows]
+ROWS = [(line, INPUT, says, events) for line, says, *events in AFTER]
+for (begins, code), rows in SAYS.items():
+    for row in rows.strip().splitlines():
+        flags, says = row.split("=> ")
+        ROWS.append((f"{begins} {flags.strip()}", code, says, ()))
 
 
 @pytest.mark.parametrize(
