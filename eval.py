@@ -59,10 +59,11 @@ class Command(NamedTuple):
     draw: Callable | None = None  # for --png
     page: Callable | None = None  # for --html
     compare: Callable | None = None  # one text for several runs
+    check: Callable | None = None  # raises if runs cannot be compared
 
 
 OF_A_RUN = {  # eval.py opens the trained run that these look at
-    "loss": Command(loss.Loss, loss.command, loss.draw, compare=loss.compare),
+    "loss": Command(loss.Loss, loss.command, loss.draw, None, loss.compare, loss.check),
     "lengths": Command(lengths.Lengths, lengths.command, lengths.draw),
     "sample": Command(sample.Sample, sample.command),
     "probe": Command(probe.ProbeFlags, probe.command, probe.draw),
@@ -153,6 +154,8 @@ def run_on_each(command, args, parsed):
         for changed in variants:
             flags = [f"--{name}={value}" for name, value in changed.items()] if named else []
             cases[" ".join([place, *flags])] = place, changed
+    if command.check:  # before the work begins
+        command.check(args, places, parsed.dataset)
     for place, changed in cases.values():
         if changed and len(cases) > 1:
             new_parameters(place, changed)  # raises ValueError before the work begins

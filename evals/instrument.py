@@ -15,6 +15,8 @@ and, if it needs them, functions of found = {out_dir: numbers} of one or several
     page(path, found)       writes the page for --html, which is a flag of its own
     compare(found)          returns one text for several runs. Without it, eval.py prints their
                             texts one after another, and then their numbers side by side
+    check(args, places, dataset)    raises ValueError on runs that cannot be compared, before the
+                            first is opened
 
 docs/add-your-own.md adds one, step by step. Its test is in tests/test_NAME.py.
 """

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 import attention
 import mixers
 from common.flags import knob
+from common.runs import read_run
 from data import tokens
 from evals.instrument import Windows, explained, first_line, mean_and_error, table, window_batches
 from evals.pictures import figure_of, frame
@@ -35,6 +36,11 @@ class Loss(Windows):
 
 # knobs in which runs of one row may differ
 ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
+ADVICE = {
+    "tokenizer": "look at one run after another",
+    "training data (hash)": "name data for all with --dataset",
+    "block_size": "set one for all with --length",
+}
 MEANINGS = {
     "runs": "with these choices; they differ in the seed",
     "loss": "nats per token, mean over the runs",
@@ -43,6 +49,26 @@ MEANINGS = {
     "more": "loss than in the first row, on the same windows",
     "+-": "standard error of this difference over the windows, not over the seeds",
 }
+
+
+def check(args, places, dataset):
+    """Raise ValueError if these runs would not read the same windows. dataset: that of
+    --dataset."""
+    first = None
+    for place in places:
+        meta = read_run(place)[0]
+        reads = {
+            "tokenizer": meta.get("tokenizer"),
+            "training data (hash)": dataset or meta.get("data_hash"),
+            "block_size": args.length or meta["knobs"]["block_size"],
+        }
+        first = first or reads
+        for name, value in reads.items():
+            if value != first[name]:
+                raise ValueError(
+                    f"{places[0]} and {place} differ in {name}: {first[name]} and {value}. Only "
+                    f"losses on the same windows can be compared: {ADVICE[name]}"
+                )
 
 
 def command(args, run):
@@ -59,7 +85,6 @@ def command(args, run):
         "loss_error": error,
         "bits_per_byte": bits,
         "losses": losses.tolist(),
-        "data_hash": tokens.data_hash(run.data_meta),
         "knobs": {name: knobs[name] for name in knobs if name not in ALIKE},
         # a run under other choices than its own was not trained so
         "log": None if run.overrides else str(run.out_dir / "log.csv"),
@@ -69,17 +94,8 @@ def command(args, run):
 
 
 def compare(found):
-    """A row for each recipe of several runs. Raises ValueError if they did not read the same
-    windows."""
-    place, first = next(iter(found.items()))
-    for other, numbers in found.items():
-        for name in ("data_hash", "length"):
-            if numbers[name] != first[name]:
-                raise ValueError(
-                    f"{place} and {other} differ in {name}: {first[name]} and {numbers[name]}. "
-                    "Only losses on the same windows can be compared: give one --dataset and "
-                    "--length"
-                )
+    """A row for each recipe of several runs."""
+    first = next(iter(found.values()))
     lines = {}
     best = None
     for label, group in groups_of(found).items():

@@ -77,9 +77,10 @@ def test_common_comes_before_torch_as_it_sets_how_threads_wait(script):
 
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
-    """data/ and common/ are below the model: a data set is made, and a file written, without it."""
+    """data/ and common/ are below the model: a data set is made, and a file written, without it.
+    kernels.py can be read alone."""
     # {room: what it may import}
-    below = {"common": set(), "data": {"common.files", "common.flags"}}
+    below = {"common": set(), "kernels": set(), "data": {"common.files", "common.flags"}}
     for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval"}, module
         assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
@@ -90,16 +91,16 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {
-    "": 30_100,
-    "axes": 7_800,
-    "mixers": 22_600,
-    "training": 2_600,
-    "common": 6_900,
-    "data": 8_100,
+    "": 30_700,
+    "axes": 8_100,
+    "mixers": 22_800,
+    "training": 2_850,
+    "common": 6_700,
+    "data": 8_000,
     "docs": 1_100,
-    "pretrained": 5_300,
-    "evals": 42_800,
-    "tests": 89_000,
+    "pretrained": 5_350,
+    "evals": 42_100,
+    "tests": 89_200,
 }
 LAYOUT = {
     tokenize.NL,
@@ -112,20 +113,23 @@ LAYOUT = {
 
 
 def tokens_of(path):
-    """The number of tokens of a file, a string counts as one."""
+    """The line of each token of a file. A string is one token."""
     text = path.read_text(encoding="utf-8")
     docstrings = set()  # their lines
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in LAYOUT and token.start[0] not in docstrings for token in tokens)
+    lines = [token.start[0] for token in tokens if token.type not in LAYOUT]
+    return [line for line in lines if line not in docstrings]
 
 
 @pytest.mark.parametrize("room", CEILINGS)
-def test_no_room_grows_beyond_its_ceiling(room):
+def test_no_room_grows_beyond_its_ceiling_or_becomes_dense(room):
+    """At most 11 tokens a line of code. docs/sink.py is set by hand, in 80 lines."""
     files = ROOT.glob("*.py") if room == "" else (ROOT / room).rglob("*.py")
-    assert sum(map(tokens_of, files)) <= CEILINGS[room]
+    found = list(map(tokens_of, files))
+    count = sum(map(len, found))
+    assert count <= CEILINGS[room]
+    assert room == "docs" or count <= 11 * sum(len(set(lines)) for lines in found)

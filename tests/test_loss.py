@@ -4,7 +4,6 @@ and over seeds."""
 import math
 
 import numpy as np
-import pytest
 import torch
 from bounds import close
 from conftest import meta, train_here
@@ -73,7 +72,6 @@ def numbers(attn="softmax", losses=(2.0,), **knobs):
         "split": "val",
         "windows": len(losses),
         "length": 16,
-        "data_hash": "fox",
         "knobs": {"attn": attn, "rule": attn, "init_from": "scratch"} | knobs,
     }
 
@@ -107,12 +105,6 @@ def test_seeds_become_a_mean_and_a_deviation_on_the_same_windows(seed):
     assert rows["elastic"][:3] == ["1", f"{means[2]:.4f}", "-"] and [*rows][1] == worse
     # no bits per byte: tokens are not text
     assert rows[worse][3:] == [f"{abs(more.mean()):.4f}", f"{more.std(ddof=1) / 2:.4f}"]
-
-
-@pytest.mark.parametrize("name, value", [("data_hash", "dog"), ("length", 8)])
-def test_runs_that_read_other_windows_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"a and b differ in {name}: .* and {value}.*--dataset"):
-        compare({"a": numbers(), "b": numbers() | {name: value}})
 
 
 def test_the_picture_has_the_losses_of_training_also_of_a_run_that_was_continued(
