@@ -723,7 +723,7 @@ ATTENTIONS = {
     # a gate on the output: an extra key with value 0 is such a gate
     "gated": {"rule": "softmax", "gate": "head"},
     "gated_elementwise": {"rule": "softmax", "gate": "element"},
-    # fewer keys in sight
+    # fewer visible keys
     "window": {"rule": "softmax", "window": 128},
     "streaming": {"rule": "softmax", "window": 128, "first": 4},
     # GPT-OSS: a learned score of the sink, and a window in every second layer

@@ -454,14 +454,13 @@ class GPT(nn.Module):
             )
         blocks = self.transformer.h
         cached = cache[0].tokens if cache else 0  # number of tokens in the cache
-        # learned tokens that this call puts ahead: a filled cache contains them
-        ahead = self.sink_tokens if cached == 0 else 0
+        sink_tokens = 0 if cached else self.sink_tokens  # a filled cache contains them
 
         # embeddings of token ids, and of positions where these are absolute
         x = self.transformer.wte(idx)  # (B, T, C)
         if "ln_wte" in self.transformer:
             x = self.transformer.ln_wte(x)
-        if ahead:
+        if sink_tokens:
             x = torch.cat([self.sink_token.expand(len(x), 1, -1), x], 1)  # (B, 1+T, C)
         i = torch.arange(cached, cached + x.shape[1], device=idx.device)  # the positions, (T,)
         if starts is not None:
@@ -487,7 +486,7 @@ class GPT(nn.Module):
         more = (torch.stack(importances),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        x = x[:, ahead:][:, -last:]
+        x = x[:, sink_tokens:][:, -last:]
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
         if targets is None:
             return logits, None, *more

@@ -215,7 +215,7 @@ class Batches:
     def __init__(self, split, config, knobs, machine):
         self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
         self.thread = ThreadPoolExecutor(1)
-        self.ahead = {}  # {the next step: the Future of its batches}
+        self.upcoming = {}  # {the next step: the Future of its batches}
         self.waited = 0.0  # seconds that the loop has waited for batches
         # number of possible starts
         self.choices = (len(split) - config.block_size - 1) // split.stride + 1
@@ -259,11 +259,11 @@ class Batches:
 
     def __call__(self, step):
         """The micro-batches of a step. A thread reads them while the previous step is computed."""
-        found = self.ahead.pop(step, None) or self.thread.submit(self.read, step)
+        found = self.upcoming.pop(step, None) or self.thread.submit(self.read, step)
         started = time.perf_counter()
         micro_batches = found.result()
         self.waited += time.perf_counter() - started
-        self.ahead = {step + 1: self.thread.submit(self.read, step + 1)}
+        self.upcoming = {step + 1: self.thread.submit(self.read, step + 1)}
         return micro_batches
 
 

@@ -227,13 +227,13 @@ class Probe:
 
 
 def has_outer_key(module):
-    """Is there a key outside the sequence: an extra key, or a learned token ahead of it?"""
+    """Is there a key outside the sequence: an extra key, or a sink token before it?"""
     return module.has_extra_key or module.sink_tokens > 0
 
 
 def rows_of(module, blocks):
     """Yield positions i (R,) and weights w (B, H, R, .) of blocks of rows, without the row of a
-    learned token ahead of the sequence."""
+    sink token before the sequence."""
     start = 0
     for block, w in enumerate(blocks):
         if block == 0:

@@ -39,23 +39,23 @@ class Stream:
         self.add(f"{part}_norm", vectors.norm(dim=-1).mean(1))
         self.add(f"{part}_var", vectors.var(-1, correction=0).mean(1))
 
-    def see_hidden(self, h, ahead):
-        """Add the stream h (B, ahead + T, C). A learned token ahead of the sequence may have the
+    def see_hidden(self, h, sink_tokens):
+        """Add the stream h (B, sink_tokens + T, C). A sink token before the sequence may have the
         largest norm, but is not the first token."""
         h = h.float()
-        tokens = h[:, ahead:]  # (B, T, C)
+        tokens = h[:, sink_tokens:]  # (B, T, C)
         norm = h.norm(dim=-1)
         largest, place = norm.max(1)  # (B,)
         others = (norm.sum(1) - largest) / (norm.shape[1] - 1)
-        self.places += (place - ahead).tolist()
+        self.places += (place - sink_tokens).tolist()
         self.add_vectors("hidden", tokens[:, None])
         self.add("sequences", torch.ones(len(h)))
-        self.add("massive", norm[:, ahead] / norm[:, ahead + 1 :].mean(1))
+        self.add("massive", norm[:, sink_tokens] / norm[:, sink_tokens + 1 :].mean(1))
         self.add("largest", largest / others)
         self.add("carrier", h[torch.arange(len(h), device=h.device), place])  # (B, C)
         self.add("median", h.abs().flatten(1).median(1)[0])
         distance = (tokens - tokens[:, :1]).norm(dim=-1)
-        self.add("spread", distance.amax(1) / norm[:, ahead:].mean(1))
+        self.add("spread", distance.amax(1) / norm[:, sink_tokens:].mean(1))
 
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
@@ -115,8 +115,8 @@ def entering_the_score(module, q, k):
 
 @contextlib.contextmanager
 def watching(model, see):
-    """Inside this context, see(l, h) gets the stream h (B, ahead + T, C) that enters layer l or
-    leaves the last one."""
+    """Inside this context, see(l, h) gets the stream h (B, sink_tokens + T, C) that enters layer l
+    or leaves the last one."""
     # the embeddings, then the output of each block
     places = [model.transformer.drop, *model.transformer.h]
     hooks = [
