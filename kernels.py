@@ -62,7 +62,7 @@ except (ImportError, AttributeError):  # without a recent Triton only the block 
     INTERPRETED = AVAILABLE = False
 jit = triton.jit
 
-# ------------------------------------------------------------------------------------ who sees whom
+# ---------------------------------------------------------------------------- which keys a row sees
 
 
 class Mask(NamedTuple):
@@ -80,7 +80,8 @@ def visible(i, j, mask):
     A window (Beltagy et al. 2020) hides the sink. A model that was trained without a window needs
     its sink and breaks, unless the first keys stay visible (StreamingLLM, Xiao et al. 2309.17453).
     In GPT-OSS layers 0, 2, .. have one."""
-    seen, start = j <= i, 0
+    start = 0
+    seen = j <= i
     if mask.starts is not None:
         start = document_start(i, mask)
         seen = seen & (start <= j)

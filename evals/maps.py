@@ -231,8 +231,8 @@ def measures_of(run, rows, probes, cost):
 
 
 def probe_of(module, w, hides):
-    """A Probe that has seen the weights w (1, heads, sink_tokens + T, .) of a layer. hides: do later
-    rows not see the first key? Then it is not among the keys that they may attend to."""
+    """A Probe that has seen the weights w (1, heads, sink_tokens + T, .) of a layer. hides: do
+    later rows not see the first key? Then it is not among the keys that they may attend to."""
     probe, i = Probe(), torch.arange(w.shape[2] - module.sink_tokens, device=w.device)
     probe.see_rows(
         module, i, w[:, :, module.sink_tokens :], torch.ones(1, 1, len(i), device=w.device)
