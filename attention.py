@@ -853,6 +853,9 @@ class Attention(Layer):
             self.power = self.rule.power(self.args)
             weights = partial(self.rule.weights, power=self.power)
             self.rule = dataclasses.replace(self.rule, weights=weights)
+        self.has_importance = bool(self.gated) or (
+            config.rule == "softmax" and config.diff == "none"
+        )
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
         self.skip_dead = True  # the kernels skip tiles without weights; False to measure the gain
@@ -885,32 +888,28 @@ class Attention(Layer):
         need_r = self.need_r or (importance is not None and not self.gated)
         dropout = self.dropout if self.training else 0.0
 
-        # the rule: by Triton if every position is a row (not while decoding), by torch's softmax,
-        # or by the block loop
+        # by Triton if every position is a row (not while decoding), by torch's softmax, or by the
+        # block loop
         kernel = self.kernels.get(q.device.type) or self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
-        views_subtracted = False
-        if kernel == "triton" and whole:
-            # one call computes both views, if nothing needs a row's sum and a tile can hold both
-            sums = self.rule.normalizes or self.divisor or need_r
-            views_subtracted = not (mix is None or sums) and kernels.holds_two_views(q, v)
-            o, r = self.fused(q, k, v, t, distance, mask, mix if views_subtracted else None, need_r)
+        if kernel == "triton" and whole and not dropout:
+            o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r)
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
         else:
             o, r = kernels.block_loop(
                 self.rule, q, k, v, t, self.scale, mask, distance, need_r, dropout
             )
+            o = self.combined(o, q, r, n, mix)  # (B, heads, R, E)
         if importance is not None:  # differentiable: --head_balance trains on it
             importance.append(self.importance_of_heads(q, k, x, r, n, distance, mask))
-
-        # around the rule: the row normaliser or the extra key, the second view, and what changes
-        # the output. Plain softmax has none of them
-        if not views_subtracted:
-            o = rows.normalised_output(self, o, q, r, n)  # (B, H, R, E)
-            if mix is not None:
-                o = wide(o[:, 0::2]) - mix * wide(o[:, 1::2])  # (B, heads, R, E)
         return self.postprocess(o, x, v)
+
+    def combined(self, o, q, r, n, mix):
+        """Apply the row normaliser or the extra key to o (B, H, R, E), and subtract the second
+        view, times its lambda: (B, heads, R, E). Plain softmax has none of them."""
+        o = rows.normalised_output(self, o, q, r, n)  # (B, H, R, E)
+        return o if mix is None else wide(o[:, 0::2]) - mix * wide(o[:, 1::2])
 
     def rule_inputs(self, q, k, mask):
         """q and k after norm, feature map and learned factor (the constant scale comes later); the
@@ -931,9 +930,21 @@ class Attention(Layer):
                 t = t.repeat_interleave(2, -3)  # both views share their head's t
         return q, k, t, n
 
-    def fused(self, q, k, v, t, distance, mask, mix, need_r):
-        """Run the rule's Triton kernel: output (B, H, R, E), and the statistic or None. With mix,
-        lambda of the second view, one call subtracts the views: (B, heads, R, E)."""
+    def fused(
+        self,
+        q,  # (B, H, T, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hv, T, E)
+        t,  # (.., T, 1), or None
+        n,  # (.., T)
+        distance,  # a Distance, or None
+        mask,
+        mix,  # lambda of the second view, or None
+        need_r,
+    ):
+        """By the rule's Triton kernel: what `combined` returns, (B, heads, T, E), and the statistic
+        or None. One call computes and subtracts both views, if the rule does not normalise, nothing
+        needs the sum of a row, and a tile can hold both."""
         run = partial(
             kernels.attend,
             q=q,
@@ -946,14 +957,16 @@ class Attention(Layer):
             skip=self.skip_dead,
             starts=mask.starts,
         )
-        t = None if t is None else t.squeeze(-1)  # (B, H, R)
+        t = None if t is None else t.squeeze(-1)  # (B, H, T)
         if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
-        if mix is not None and mix.dim():
-            mix = mix.squeeze(-1)
-        row_sum = need_r and not self.rule.normalizes
-        o, r = run(self.config.rule, t=t, power=self.power, mix=mix, row_sum=row_sum)
-        return o, None if r is None else r[..., None]
+        run = partial(run, self.config.rule, t=t, power=self.power)
+        sums = self.rule.normalizes or self.divisor or need_r
+        if not (mix is None or sums) and kernels.holds_two_views(q, v):
+            return run(mix=mix.squeeze(-1) if mix.dim() else mix)
+        o, r = run(row_sum=need_r and not self.rule.normalizes)
+        r = None if r is None else r[..., None]
+        return self.combined(o, q, r, n, mix), r
 
     # ------------------------------------------------------------------ weights to look at
 

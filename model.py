@@ -87,8 +87,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.norm_place = config.norm_place
 
-    def forward(self, x, *context):
-        """x (B, T, C) to (B, T, C). context: what Attention.forward takes beside x."""
+    def forward(self, x, cache=None, rope=None, starts=None, importance=None):
+        """x (B, T, C) to (B, T, C). The rest is for the attention: see Attention.forward."""
+        context = cache, rope, starts, importance
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays
         # bounded, but every gradient passes through all norms, so training needs a warm-up: 100
         # steps are enough with --preset=lab
@@ -452,7 +453,14 @@ class GPT(nn.Module):
                 "the cache was filled by a model of another recipe or size: begin with "
                 "model.new_cache()"
             )
+        if cache and starts is not None:
+            raise ValueError("a cache cannot continue packed documents: leave out `starts`")
         blocks = self.transformer.h
+        if importance and not all(block.attn.has_importance for block in blocks):
+            raise ValueError(
+                f"--attn={self.config.attn} does not measure the importance of its heads: only a "
+                "gate, or the sink of one view of softmax, has one"
+            )
         cached = cache[0].tokens if cache else 0  # number of tokens in the cache
         sink_tokens = 0 if cached else self.sink_tokens  # a filled cache contains them
 

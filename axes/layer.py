@@ -96,6 +96,7 @@ class Layer(nn.Module):
     penalized, penalty = False, 0.0  # does the layer add a penalty to the loss? its value
     convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)
     fused_by = ()  # a mixer's own Triton functions, in the order of their calls
+    has_importance = False  # can it measure the importance of its heads?
     # Instruments set it: forward then calls hook(attend, q, k, v, x, table) in place of
     # attend(q, k, v, x, table)
     hook = None

@@ -54,7 +54,8 @@ def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
     knobs, run = meta(copy)["knobs"] | changed, f"run {copy}"
     files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
     found = shown(capsys, f"--init_from={copy}", "--attn=elastic")
-    assert found["recipe elastic"] == of_recipe | {"pos": "none", "first": "0"}
+    assert found["recipe elastic"] == of_recipe | {"pos": "none"}
+    assert found["default"]["first"] == "0"  # the old recipe's goes
     assert found[run]["window"] == "5" and found[run]["dataset"] == knobs["dataset"]
     assert found["default"]["seed"] == "1337"
     resumed = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=9", "--n_kv_head=0")
@@ -87,6 +88,17 @@ def test_resuming_a_preset_continues_its_own_run(copy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(copy, knobs["out_dir"])
     assert settled("--preset=lab", "--init_from=resume") == knobs
+
+
+def test_resuming_may_repeat_the_layers_without_the_flags_that_changed_them(copy):
+    layers = "softmax,gate=head+elastic,pos=none,gate=head"
+    knobs = meta(copy)["knobs"] | {"attn": "softmax", "layers": layers}
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": knobs})
+    resume = "--init_from=resume", f"--out_dir={copy}"
+    for repeated in ("softmax+elastic", "softmax+elastic,pos=none", layers):
+        assert settled(*resume, f"--layers={repeated}")["layers"] == layers
+    with pytest.raises(ValueError, match="cannot resume with layers=softmax.elastic,pos=alibi"):
+        settled(*resume, "--layers=softmax+elastic,pos=alibi")
 
 
 def test_a_new_recipe_leaves_nothing_of_the_old_one_behind():

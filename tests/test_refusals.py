@@ -922,11 +922,23 @@ def read(*recipes):
         gpt(torch.arange(5)[None], cache=cache)
 
 
+def read_packed_documents_with_a_cache():
+    gpt = GPT(tiny_config()).eval()
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    gpt(tokens, cache=gpt.new_cache(), starts=tokens)
+
+
+def measure_importance(attn):
+    GPT(tiny_config(attn=attn))(torch.zeros(1, 4, dtype=torch.long), importance=True)
+
+
 CALLS = [  # (what the error says, a function, its arguments)
     ("adds nothing to scores", attend, "retnet", 9, torch.zeros(2, 9)),
     ("x has 3 rows for 9", attend, "focus", 3),
     ("x has 8 rows for 9 keys", attend, "retnet", 8),
     ("another recipe", read, "softmax", "retnet"),
+    ("a cache cannot continue packed", read_packed_documents_with_a_cache),
+    *(("does not measure the importance", measure_importance, name) for name in ("tra", "retnet")),
     *(
         ("with ids in 0..30", GPT(tiny_config()).generate, torch.tensor([ids]).long(), 1)
         for ids in ([], [31], [-1])

@@ -16,8 +16,8 @@ def resolve(sources, flags):
     """Decide the knobs of a run: {knob: value}, and {knob: the name of the source of its value}.
 
     sources: {name: {knob: value}}, such as a preset and a stored run; flags: {knob: value}, those
-    given. The last source that names a knob wins, then comes the recipe of a given --attn, then the
-    flags. A knob that nobody names keeps its default. Raises ValueError if --attn is not the first
+    given. Later beats earlier: the sources in their order, the recipe of a given --attn, the flags.
+    A knob that nobody names keeps its default. Raises ValueError if --attn is not the first
     recipe of --layers."""
     if flags.get("layers"):
         first = attention.pattern(flags["layers"])[0][0]
@@ -38,14 +38,15 @@ def resolve(sources, flags):
         # A stored run has a value for every axis. The new recipe removes those that the run's own
         # recipe has set (None: see GPTConfig), but not those that its flags have changed
         old = attention.ATTENTIONS.get(knobs.get("attn"), {})
-        removed = dict.fromkeys(axis for axis, value in old.items() if knobs.get(axis) == value)
+        removed = [axis for axis, value in old.items() if knobs.get(axis) == value]
+        take("default", dict.fromkeys(removed))
         new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
-        take(f"recipe {flags['attn']}", removed | new)
+        take(f"recipe {flags['attn']}", new)
     take("flag", flags)
     axes = "".join(f",{axis}={flags[axis]}" for axis in mixers.DEFAULTS if axis in flags)
     if axes and knobs.get("layers"):  # they hold in all layers: the last value of an axis wins
         layers = attention.layers_of(knobs["layers"])
-        knobs["layers"] = "+".join(layer + axes for layer in layers)
+        take("flag", {"layers": "+".join(layer + axes for layer in layers)})
     return knobs, origins
 
 
@@ -94,13 +95,25 @@ def resolve_resumed(flags, preset, Train):
         decided = value == 0 and name in ("n_kv_head", "vocab_size")
         if name in (*MAY_CHANGE, "init_from") or decided:
             continue
-        if value != stored.get(name, value):
+        repeated = value == stored.get(name, value)
+        if name == "layers" and stored["layers"]:
+            repeated = repeats(value, stored["layers"])
+        if not repeated:
             raise ValueError(
                 f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
                 f"{name}={value}: leave out the flag, or start a new run with another --out_dir"
             )
     changed = {name: value for name, value in flags.items() if name in MAY_CHANGE}
     return *resolve({f"run {out_dir}": stored}, changed | {"out_dir": out_dir}), meta
+
+
+def repeats(layers, stored):
+    """Do these --layers name the recipes of the stored ones, with some of their axes?"""
+    given, stored = attention.pattern(layers), attention.pattern(stored)
+    return len(given) == len(stored) and all(
+        attn == other and own.items() <= axes.items()
+        for (attn, own), (other, axes) in zip(given, stored, strict=True)
+    )
 
 
 def default_out_dir(dataset, recipe):
