@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import pytest
 from conftest import meta
 from hypothesis import given
 from hypothesis import strategies as st
