@@ -97,7 +97,8 @@ class Layer(nn.Module):
     convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)
     fused_by = ()  # a mixer's own Triton functions, in the order of their calls
     # Instruments set it: forward then calls hook(attend, q, k, v, x, table) in place of
-    # attend(q, k, v, x, table)
+    # attend(q, k, v, x, table). In decoding, layers of mixers/base.py add by name what their cache
+    # holds, and a hook passes these arguments on
     hook = None
 
     def __init__(self, config, layer):
