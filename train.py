@@ -717,10 +717,10 @@ def main(argv):
         machine = Machine(knobs.device, knobs.dtype)
         if plan.dry_run:  # needs data only to learn the size of the vocabulary
             if not vocab_size:
-                _, data = tokens.data_for(before, knobs.dataset, machine)
+                _, data = tokens.data_for(knobs.dataset, before, machine)
                 config.vocab_size = data["vocab_size"]
             return print(dry_run(knobs, config, plan))
-        folder, data = tokens.data_for(before, knobs.dataset, machine)
+        folder, data = tokens.data_for(knobs.dataset, before, machine)
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)

@@ -98,7 +98,8 @@ class Layer(nn.Module):
     fused_by = ()  # a mixer's own Triton functions, in the order of their calls
     has_importance = False  # can it measure the importance of its heads?
     # Instruments set it: forward then calls hook(attend, q, k, v, x, table) in place of
-    # attend(q, k, v, x, table)
+    # attend(q, k, v, x, table). In decoding, layers of mixers/base.py add by name what their cache
+    # holds, and a hook passes these arguments on
     hook = None
 
     def __init__(self, config, layer):

@@ -148,10 +148,11 @@ def encode_all(coder, texts):
 
 HEADER = 256 * 4  # bytes
 SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")  # names of shards
-LAYOUTS = {  # {type of a token: magic number and version}
+# {type of a token: magic number and version}; the second is llm.c's for Llama 3
+LAYOUTS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
-}  # llm.c's, for Llama 3
+}
 
 
 def shard_header(kind, count):
@@ -315,7 +316,7 @@ def data_folder(dataset, run=None):
     return found if found.exists() or dataset in MADE_HERE else HERE / dataset
 
 
-def data_for(run, dataset, machine):
+def data_for(dataset, run, machine):
     """The folder and the meta.json of a data set in the tokenizer of a run. run: its folder; None:
     any tokenizer. A missing data set that needs no network is made, by one rank of each machine.
     Raises ValueError if the data set is missing, damaged, or in another tokenizer."""

@@ -51,7 +51,7 @@ MEANINGS = {  # {column: its meaning}
     "family": "its colour in the picture",
     "rate": "the best of the learning rates",
     "runs": "number of seeds",
-    "bits": "bits per byte of the validation split",
+    "bits_per_byte": "of the validation split",
     "over softmax": "bits less softmax's of the same seed, 95 % interval",
     "2x": "bits more in windows twice as long as in training",
     "4x": "bits more in windows four times as long",
@@ -60,13 +60,15 @@ MEANINGS = {  # {column: its meaning}
     "sparsity": MEASURES["sparsity"],
     "empty_rows": MEASURES["empty_rows"],
     "dispersion": f"{MEASURES['dispersion']}, in windows of 1,024",
-    "massive": "largest channel of the hidden state with the largest norm, over the median, in "
-    "windows of 1,024",
+    "channel_ratio": "largest channel of the hidden state with the largest norm, over the median, "
+    "in windows of 1,024",
     "parameters": "of the model",
     "kib": "KiB that a new token reads of 4,096 others, in float32",
     "speed": "training steps a second on one thread of a CPU, relative to softmax",
 }
-MEANS = "bits 2x 4x sink density sparsity empty_rows dispersion massive parameters".split()
+MEANS = (
+    "bits_per_byte 2x 4x sink density sparsity empty_rows dispersion channel_ratio parameters"
+).split()
 COLOURS = {
     "rows sum to 1": "#1f77b4",
     "rows of any sum": "#d62728",
@@ -213,7 +215,7 @@ def run_row(args, name, rate, seed):
         return row | {"val": report["val"]}
     row |= {key: report.get(key) for key in OF_REPORT}
     run = f"--out_dir={folder}"
-    row["bits"] = numbers_of("loss", run)["bits_per_byte"]
+    row["bits_per_byte"] = numbers_of("loss", run)["bits_per_byte"]
     try:
         _, twice, four_times = numbers_of("lengths", run)["lengths"]
         probed = numbers_of("probe", "--lengths=1024", "--windows=16", run)
@@ -223,7 +225,7 @@ def run_row(args, name, rate, seed):
     row["4x"] = four_times["more"] / math.log(2)
     row["dispersion"] = probed["lengths"][0]["dispersion"]
     # in each layer, the largest channel: its number, its value, and this over the median
-    row["massive"] = max(place["channels"][0][2] for place in probed["stream"])
+    row["channel_ratio"] = max(place["channels"][0][2] for place in probed["stream"])
     return row
 
 
@@ -259,7 +261,7 @@ def table_of(rows):
     groups, found = {}, {}
     for (name, rate, seed), row in rows.items():
         known = name in RECIPES or name in ATTENTIONS
-        if known and row.get("bits") and rate == best_rate(name, rows):
+        if known and row.get("bits_per_byte") and rate == best_rate(name, rows):
             groups.setdefault(name, {})[seed] = row
     softmax = groups.get("softmax", {})
     for name, group in groups.items():
@@ -267,11 +269,12 @@ def table_of(rows):
         for key in MEANS:
             values = [run.get(key) for run in group.values()]
             row[key] = None if None in values else fmean(values)
-        over = [group[seed]["bits"] - softmax[seed]["bits"] for seed in group if seed in softmax]
+        bits = {seed: run["bits_per_byte"] for seed, run in group.items()}
+        over = [bits[seed] - softmax[seed]["bits_per_byte"] for seed in bits if seed in softmax]
         if len(over) > 1 and name != "softmax":
             row["over softmax"] = interval(over)
         found[name] = row | {"family": family(name, row)} | cost_of(name, rows)
-    return dict(sorted(found.items(), key=lambda item: item[1]["bits"]))
+    return dict(sorted(found.items(), key=lambda item: item[1]["bits_per_byte"]))
 
 
 def interval(values):

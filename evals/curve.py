@@ -25,7 +25,7 @@ WIDTH = 64  # head dimension
 MEANINGS = {
     "on_keys": "sum of the weights on keys",
     "extra": "weight on an extra key",
-    "zeros": "share of weights that are exactly 0",
+    "sparsity": "share of weights that are exactly 0",
     "largest": "the largest weight",
 }
 
@@ -56,7 +56,7 @@ def command(args, run=None):
             "view": "first" if "diff" in attention.recipe(name) else None,
             "on_keys": sum(w),
             "extra": extra,
-            "zeros": w.count(0) / len(w),
+            "sparsity": w.count(0) / len(w),
             "largest": max(w),
             "weights": w,
         }

@@ -171,7 +171,8 @@ def in_words(numbers):
             line = f"{name} of alpha_sink here and on {against['dataset']}"
             figures.append([line, against[name]])
     texts = [first_line(numbers), explained(lines, columns, "layer")]
-    texts.append(table(figures, ["over all heads", ""]))
+    if figures:  # not of a single head
+        texts.append(table(figures, ["over all heads", ""]))
     if cost := numbers.get("cost"):
         rows = [line.values() for line in cost["changes"]]
         header = "taken away,in the heads,heads,loss change,standard error,over draws".split(",")

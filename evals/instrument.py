@@ -150,7 +150,7 @@ class OpenedRun:
 
     def data_of(self, dataset):
         """The folder of a data set in the run's tokenizer, and its meta.json."""
-        folder, meta = tokens.data_for(self.out_dir, dataset, self.machine)
+        folder, meta = tokens.data_for(dataset, self.out_dir, self.machine)
         tokens.check_vocabulary(self.model.config, meta, folder)
         return folder, meta
 

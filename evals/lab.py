@@ -97,39 +97,21 @@ SWEEPS = {
         "mlp": ("--attn=mlp", None, 0.74, 3.91),
     },
 }
-# {column: a figure of lab_figures.py}
-COLUMNS = {
-    "excess": "excess_loss",
-    "on copy": "excess_copy",
-    "on idle": "excess_idle",
-    "sink_idle": "sink_idle",
-    "sink_copy": "sink_copy",
-    "share": "share_idle",
-    "x uniform": "times_uniform_idle",
-    "mass": "row_mass_idle",
-    "extra": "extra_idle",
-    "zeros": "sparsity",
-    "empty": "empty_rows",
-    "|v0|/|v|": "value_norm_ratio",
-    "zero": "zero_cost",
-    "hide": "hide_cost",
-}
-SWEEP_COLUMNS = {
-    "Sink*": "extra_eps",
-    "Sink_1": "sink_eps",
-    "sink_idle": "sink_idle",
-    "share": "share_idle",
-    "extra": "extra_idle",
-    "|v0|/|v|": "value_norm_ratio",
-    "zero": "zero_cost",
-    "excess": "excess_loss",
-    "on copy": "excess_copy",
-}
+# columns of the tables: figures of lab_figures.py
+COLUMNS = (
+    "excess_loss excess_copy excess_idle sink_idle sink_copy share_idle times_uniform_idle "
+    "row_mass_idle extra_idle sparsity empty_rows value_norm_ratio zero_cost hide_cost "
+    "parameters seconds"
+).split()
+SWEEP_COLUMNS = (
+    "extra_eps sink_eps sink_idle share_idle extra_idle value_norm_ratio zero_cost excess_loss "
+    "excess_copy"
+).split()
 PANELS = {  # {figure: (title, ends of the axis)}
     "sink_idle": ("sink_idle: weight on the first token", 0, 1.05),
-    "value_norm_ratio": ("norm of the first value over the others", 0, 2.5),
-    "row_mass_idle": ("sum of the weights of an idle row", -0.5, 1.5),
-    "excess_copy": ("excess loss on copy rows (nats)", 0, None),
+    "value_norm_ratio": ("value_norm_ratio: first value over the others", 0, 2.5),
+    "row_mass_idle": ("row_mass_idle: sum of the weights", -0.5, 1.5),
+    "excess_copy": ("excess_copy: excess loss, nats", 0, None),
 }
 
 
@@ -223,9 +205,10 @@ def rows_of(runs, sweep=""):
     rows, columns = [], SWEEP_COLUMNS if sweep else COLUMNS
     for name, group in runs.items():
         cells = []
-        for key in columns.values():
+        for key in columns:
             values = [figures.get(key) for figures in group]
-            cells.append("-" if None in values else f"{np.mean(values):.3f}")
+            digits = 0 if key in ("parameters", "seconds") else 3
+            cells.append("-" if None in values else f"{np.mean(values):.{digits}f}")
         if sweep:
             _, *found = SWEEPS[sweep][name]
             theirs = ["-" if value is None else f"{value:.2f}" for value in found or [None] * 3]
@@ -233,9 +216,7 @@ def rows_of(runs, sweep=""):
             rows.append([name, *theirs, *cells, f"{max(sinks) - min(sinks):.3f}"])
         else:
             exact = name not in attention.ATTENTIONS or mixers.has_weights(name)
-            for key in ("parameters", "seconds"):
-                cells.append(f"{np.mean([figures[key] for figures in group]):.0f}")
             rows.append([name if exact else f"{name} (derivatives)", *cells])
     if sweep:
         return rows, ["", "their Sink*", "their Sink_1", "their loss", *columns, "apart"]
-    return rows, ["recipe", *columns, "parameters", "s"]
+    return rows, ["recipe", *columns]

@@ -89,7 +89,7 @@ def command(args, run):
         # a run under other choices than its own was not trained so
         "log": None if run.overrides else str(run.out_dir / "log.csv"),
     }
-    text = table([[args.split, loss, error, bits]], ["split", "loss", "+-", "bits per byte"])
+    text = table([[args.split, loss, error, bits]], ["split", "loss", "+-", "bits_per_byte"])
     return numbers, f"{first_line(numbers)}\n\n{text}\n\n+-: standard error over the windows"
 
 
@@ -229,14 +229,16 @@ def figures_of(losses, more):
     """The means and standard errors of losses (windows,) and of `more`, their excess over another
     model's losses of the same windows. The excess varies little between windows, so its error is
     much smaller than that of the loss."""
-    (loss, error), (more, more_error) = map(mean_and_error, (losses, more))
+    loss, error = mean_and_error(losses)
+    more, more_error = mean_and_error(more)
     return {
         "loss": loss,
         "loss_error": error,
         "more": more,
         "more_error": more_error,
+        # exp of more overflows
         "perplexity": math.exp(min(loss, 700)),
-    }  # exp of more overflows
+    }
 
 
 def bits_per_byte(loss, data_meta, split):

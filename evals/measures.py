@@ -31,7 +31,7 @@ MEASURES = {  # name: its meaning, printed under the table
     "row_mass": "sum of the weights of a row (signed)",
     "uniform": "weight on the first token if all rows were evenly spread",
     "times_uniform": "share on the first token, divided by that of evenly spread rows",
-    "density": "weight on all other tokens",
+    "density": "weight on all other tokens (Lazy Attention's term; not 1 - sparsity)",
     "extra": "weight on a key outside the sequence",
     "sparsity": "share of exact zeros among the pairs that may attend",
     "negative": "share of negative weights among the pairs that may attend",
@@ -176,9 +176,9 @@ class Probe:
         a = w.abs()
         mass = a.sum(-1)
         j = torch.arange(w.shape[3], device=w.device)
-        seen = visible(
-            i[:, None] + module.sink_tokens, j + module.sink_tokens, module.mask
-        )  # (R, T)
+        # positions in the layer's input, which begins with the sink tokens
+        rows = i[:, None] + module.sink_tokens
+        seen = visible(rows, j + module.sink_tokens, module.mask)  # (R, T)
         n = seen.sum(-1)
         uneven = (a / (mass[..., None] + 1e-8) - 1 / n[:, None]) * seen
         full = (i >= self.local - 1).float()  # rows that see at least `local` keys

@@ -38,23 +38,22 @@ STREAM = {  # columns of the second table
     "largest": "norm of the token with the largest norm, over the others'",
     "at": "position of that token, counted from 0: the most frequent one, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
-    "x median": "the largest of these values over the median magnitude of all hidden states",
+    "channel_ratio": "the largest of these values over the median magnitude of all hidden states",
     "var": "variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
     "query": "norm of the first token's query over the others', after rotation and norms",
     "key": "the same for the keys",
-    "value": "norm of the first token's value over the others'",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
     "cos_kk": "mean cosine of the later keys with the first key",
     "spread": "largest distance of a hidden state from the first, over their mean norm",
 }
-STREAM_SHOWN = "norm", "massive", "largest", "at", "channels", "value"
+STREAM_SHOWN = "norm", "massive", "largest", "at", "channels"
 
-MAPS = {
+MAPS = {  # {measure: title} of the picture
     "sink": "sink: weight on the first token",
     "value_norm_ratio": "norm of its value over the others'",
     "dispersion": "entropy of the rows over log n",
-}  # {measure: title} of the picture
+}
 
 
 @dataclass
@@ -260,12 +259,11 @@ def stream_row(place):
         "largest": place["largest"],
         "at": f"{place['at']} ({place['at_share']:.2f})",
         "channels": " ".join(f"{channel}:{value:.4g}" for channel, value, _ in place["channels"]),
-        "x median": place["channels"][0][2],
+        "channel_ratio": place["channels"][0][2],
         "var": ratio.get("hidden_var"),
         "var_in": ratio.get("input_var"),
         "query": ratio.get("query_norm"),
         "key": ratio.get("key_norm"),
-        "value": ratio.get("value_norm"),
         "cos_qk": place.get("cos_qk"),
         "cos_kk": place.get("cos_kk"),
         "spread": place.get("spread"),

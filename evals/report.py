@@ -24,7 +24,7 @@ def report(model, machine, folder, windows, batch_size, docs=False):
     if not machine.main:  # the main rank does the rest alone
         return {}
     rows = [[name, loss, bits_per_byte(loss, data_meta, name)] for name, loss in losses.items()]
-    header = ["split", "loss", "bits per byte"]
+    header = ["split", "loss", "bits_per_byte"]
     if rows[0][2] is None:  # tokens that are not text have no bytes
         header, rows = header[:2], [row[:2] for row in rows]
     print(table(rows, header) + "\n")

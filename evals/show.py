@@ -1,4 +1,4 @@
-"""A recipe: its resolved choices, and the file and line of the code that computes each.
+"""The choices of a recipe, and the file and line of the code that computes each.
 
 python eval.py show elastic
 python eval.py show --out_dir=out/a                 the recipe of a run, or those of its --layers
@@ -7,6 +7,7 @@ python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of t
 
 import dataclasses
 import inspect
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from common.runs import ROOT, read_run
 from evals.instrument import model_config
 from kernels import visible
 
-NOT_SHOWN = ("learns", "args", "refuse", "mixes", "kernel")  # fields of a choice
+NOT_SHOWN = ("learns", "args", "refuse", "kernel")  # fields of a choice
 SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_size": 257}
 
 
@@ -27,19 +28,24 @@ SIZES = {"n_layer": 1, "n_head": 4, "n_embd": 128, "block_size": 256, "vocab_siz
 class Show(Knobs):
     """Flags of show"""
 
-    recipe: str = knob(
-        "",
-        "the recipe; default: elastic, or with --out_dir the run's own",
-        ("", *attention.ATTENTIONS),
-        positional=True,
-    )
+    recipe: str = knob("", "the recipe; with --out_dir the default is the run's", positional=True)
     out_dir: str = knob("", "use the sizes of this run")
     json: bool = knob(False, "print JSON instead of a table")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.recipe:
+            attention.recipe(self.recipe)  # raises ValueError
+        elif not self.out_dir:
+            raise ValueError(
+                "show needs a recipe or a run: python eval.py show elastic, or "
+                "python eval.py show --out_dir=out/..."
+            )
 
 
 def command(args, run):
     """The choices of a recipe, with the file and line of the code of each, and what it learns."""
-    stored = read_run(args.out_dir)[0]["knobs"] if args.out_dir else SIZES | {"attn": "elastic"}
+    stored = read_run(args.out_dir)[0]["knobs"] if args.out_dir else SIZES | {"attn": args.recipe}
     config = model_config(stored, {"attn": args.recipe} if args.recipe else {})
     layers = [mixers.layer_of(kind, number) for number, kind in enumerate(config.layer_configs)]
     numbers = [choices_of(layer) for layer in layers]
@@ -106,7 +112,8 @@ def place(part):
 def first_sentence(function):
     text = inspect.getdoc(getattr(function, "func", function)) or ""
     text = " ".join(text.split("\n\n")[0].split())
-    return textwrap.shorten(text.split(". ")[0], 90, placeholder=" ...")
+    sentence = re.split(r"(?<!et al)(?<!eq)\. ", text)[0]
+    return textwrap.shorten(sentence, 90, placeholder=" ...")
 
 
 def in_words(found):

@@ -1,5 +1,5 @@
-"""The mixers: attention, and layers that replace it with the same interface (attend, weights_of,
-causal, cached).
+"""The mixers: attention, and layers that replace it with the same interface (attend, weight_blocks,
+causal, cached; see axes.layer.Layer).
 
 A mixer is a class with a table of its axes. A recipe of attention.ATTENTIONS names its mixer. All
 mixers are listed here: a new mixer is a row of MIXERS. A new axis also needs a field of
@@ -125,8 +125,7 @@ def check_packs(config):
     if config.mixer != "attention":
         raise ValueError(
             f"--docs=1 needs attention, and --attn={config.attn} is of mixer {config.mixer}, which "
-            "does not keep documents apart: leave out --docs, or look at an earlier run after git "
-            "checkout 55b941e"
+            "does not keep documents apart: leave out --docs"
         )
     if config.sink == "token":
         raise ValueError(

@@ -36,7 +36,7 @@ def test_a_row_has_its_extra_key_view_and_zeros_and_every_recipe_without_a_mixer
     first_view = (s / 3 - math.sqrt(2 * math.log(9) / 64)).clamp(min=0) ** 2  # of cosines
     close(torch.tensor(tda["weights"]), first_view, terms=64)
     assert (row["view"], tda["view"]) == (None, "first")
-    close(cut["zeros"], cut["weights"].count(0) / 9)
+    close(cut["sparsity"], cut["weights"].count(0) / 9)
     eval_script.main(["curve", "all", f"--png={tmp_path / 'curve.png'}"])
     said = capsys.readouterr().out.replace(",", "").split()
     assert all(name in said for name, axes in attention.ATTENTIONS.items() if "mixer" not in axes)

@@ -9,7 +9,7 @@ from conftest import FEW, ROOT, some_recipes
 
 import attention
 import mixers
-from evals.show import Show, command
+from evals.show import Show, command, first_sentence
 
 
 @pytest.mark.parametrize("attn", some_recipes(*FEW, "tda"))
@@ -43,6 +43,18 @@ def test_a_recipe_has_the_sizes_of_a_run(elastic_run):
     assert command(Show(recipe="k_bias", out_dir=str(elastic_run)), None)[0]["learns"][
         "sink_key"
     ] == [2, 8]
+
+
+def test_show_names_what_it_needs_and_quotes_whole_sentences():
+    with pytest.raises(ValueError, match="show needs a recipe or a run"):
+        Show()
+    with pytest.raises(ValueError, match="sofmax: choose from softmax"):
+        Show(recipe="sofmax")
+
+    def cited():
+        """As eq. 8 of Xiao et al. 2023 says. The rest is not shown."""
+
+    assert first_sentence(cited) == "As eq. 8 of Xiao et al. 2023 says"
 
 
 def test_a_closed_pipe_is_no_error():

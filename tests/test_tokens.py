@@ -266,17 +266,17 @@ tokens.write_data_set(args.out_dir, coder, ids, dataset="stdlib")
 
 
 def test_stdlib_is_made_in_the_tokenizer_of_a_run(toy, shelf, capfd):
-    assert tokens.data_for(None, "stdlib", MACHINE)[0] == shelf / "stdlib"
-    folder, meta = tokens.data_for(toy, "stdlib", MACHINE)
+    assert tokens.data_for("stdlib", None, MACHINE)[0] == shelf / "stdlib"
+    folder, meta = tokens.data_for("stdlib", toy, MACHINE)
     out, err = capfd.readouterr()
     assert out == ""
     assert f"making {shelf}/stdlib-toy: python data/stdlib.py --tokenizer={toy}" in err
     assert folder == shelf / "stdlib-toy" and (meta["tokenizer"], meta["separator"]) == ("toy", 0)
     (shelf / "stdlib.py").write_text("raise SystemExit(1)")
-    assert tokens.data_for(toy, "stdlib", MACHINE) == (folder, meta)  # it is not made again
+    assert tokens.data_for("stdlib", toy, MACHINE) == (folder, meta)  # it is not made again
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="stdlib.py failed"):
-        tokens.data_for(toy, "stdlib", MACHINE)
+        tokens.data_for("stdlib", toy, MACHINE)
 
 
 FIT = [  # (run, data set, the folder found or what is refused)
@@ -317,7 +317,7 @@ def test_a_data_set_must_be_in_the_tokenizer_of_a_run(toy, toy_data, shelf, tmp_
     write_data(shelf / "books", WORDS[:99], WORDS[:99])
     for run, dataset, expected in FIT:
         try:
-            found, _ = tokens.data_for(run and Path(run), dataset, MACHINE)
+            found, _ = tokens.data_for(dataset, run and Path(run), MACHINE)
         except ValueError as e:
             found = e
         assert_says(expected, str(found))

@@ -134,7 +134,7 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
     assert (tmp_path / "data/stdlib/train.bin").exists()
     assert (tmp_path / "out/stdlib-elastic/ckpt.pt").exists()
     for words in (
-        "bits per byte",
+        "bits_per_byte",
         "sink",
         "sparsity",
         "\\ufffd",
