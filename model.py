@@ -87,22 +87,27 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.norm_place = config.norm_place
 
-    def forward(self, x, cache=None, rope=None, starts=None, importance=None):
-        """x (B, T, C) to (B, T, C). The rest is for the attention: see Attention.forward."""
-        context = cache, rope, starts, importance
+    def forward(self, x, cache=None, rope=None, starts=None, importance=False):
+        """x (B, T, C) to (B, T, C), and with importance also to that of the heads (heads,), which
+        is an output so that --shard sees it. The rest is for the attention: see
+        Attention.forward."""
+        found = [] if importance else None
+        context = cache, rope, starts, found
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays
         # bounded, but every gradient passes through all norms, so training needs a warm-up: 100
         # steps are enough with --preset=lab
         if self.norm_place == "post":
             x = self.ln_1(x + self.attn(x, *context))  # (B, T, C)
-            return self.ln_2(x + self.mlp(x))  # (B, T, C)
+            x = self.ln_2(x + self.mlp(x))  # (B, T, C)
         # out: a norm on what each branch adds (OLMo 2). No norm changes the stream itself
-        if self.norm_place == "out":
+        elif self.norm_place == "out":
             x = x + self.ln_1(self.attn(x, *context))  # (B, T, C)
-            return x + self.ln_2(self.mlp(x))  # (B, T, C)
+            x = x + self.ln_2(self.mlp(x))  # (B, T, C)
         # pre: a norm on what each branch reads (GPT-2). No norm changes the stream itself
-        x = x + self.attn(self.ln_1(x), *context)  # (B, T, C)
-        return x + self.mlp(self.ln_2(x))  # (B, T, C)
+        else:
+            x = x + self.attn(self.ln_1(x), *context)  # (B, T, C)
+            x = x + self.mlp(self.ln_2(x))  # (B, T, C)
+        return (x, *found) if importance else x
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -488,9 +493,12 @@ class GPT(nn.Module):
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
-        importances = [] if importance else None
+        importances = []
         for layer, block in enumerate(blocks):
-            x = block(x, cache[layer] if cache else None, rope, starts, importances)
+            x = block(x, cache[layer] if cache else None, rope, starts, importance)
+            if importance:
+                x, of_heads = x
+                importances.append(of_heads)
         more = (torch.stack(importances),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well

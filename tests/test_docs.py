@@ -177,11 +177,11 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
     with_additions(
         tmp_path,
         ("axes/positions.py", "WITHOUT_BIAS = ", f"{position}\n"),
-        ("eval.py", " curve, ", " ends,"),
+        ("eval.py", "    curve,\n", "    ends,\n"),
         ("eval.py", "(?<=\nOF_A_RUN = {)", f"\n{row}"),
-        ("attention.py", "    # fewer keys", recipe),
+        ("attention.py", "    # fewer visible keys", recipe),
         ("mixers/__init__.py", "from mixers.focus", "from mixers.average import Average\n"),
-        ("mixers/__init__.py", "(?<=Selection)}", f",\n{entry}"),
+        ("mixers/__init__.py", "(?<=Selection,\n)}", entry),
     )
     (tmp_path / "evals/ends.py").write_text(instrument, encoding="utf-8")
     (tmp_path / "mixers/average.py").write_text(mixer, encoding="utf-8")
