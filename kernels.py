@@ -532,8 +532,8 @@ def row_tiles(j, inputs, head, kernel: tl.constexpr):
         full_end = tl.minimum(full_end, (j + inputs.window) // kernel.BM * kernel.BM)
 
     diagonal_start = j // kernel.BM * kernel.BM
-    diagonal_end = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM))
-    diagonal_end = diagonal_end * kernel.BM
+    end_tile = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM))
+    diagonal_end = end_tile * kernel.BM
     # with sets, all tiles are masked
     full_end = diagonal_end if inputs.sets is not None else tl.maximum(diagonal_end, full_end)
     table_end = tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM
