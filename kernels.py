@@ -536,8 +536,7 @@ def row_tiles(j, inputs, head, kernel: tl.constexpr):
     diagonal_end = end_tile * kernel.BM
     # with sets, all tiles are masked
     full_end = diagonal_end if inputs.sets is not None else tl.maximum(diagonal_end, full_end)
-    table_end = tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM
-    table_end = tl.minimum(table_end, full_end)
+    table_end = tl.minimum(tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM, full_end)
 
     full = Range(table_end, full_end)
     table = Range(diagonal_end, table_end)
@@ -569,8 +568,8 @@ def walk(
     first, before, after = tiles.masked_first, tiles.masked_before, tiles.masked_after
     skipped = before.start - first.end
     unmasked = after.start - before.end
-    end = after.end - unmasked - skipped
-    for n in tl.range(first.start, end, size, num_stages=1):  # pipelining costs registers
+    # num_stages=1, because pipelining costs registers
+    for n in tl.range(first.start, after.end - unmasked - skipped, size, num_stages=1):
         start = tl.where(n < first.end, n, n + skipped)
         start = tl.where(start < before.end, start, start + unmasked)
         state = step(state, my_side, start, inputs, kernel, MASKED)
