@@ -72,7 +72,7 @@ from kernels import (
 # read alike.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
-MASKED = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
+MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def softmax(s, seen, t=None):
     still put its weight somewhere, usually on the first token: the attention sink.
 
     No learned scalars. The statistic is the log-sum-exp. Source: Vaswani et al. 2017, eq. 1."""
-    return torch.softmax(s + ~seen * MASKED, -1)
+    return torch.softmax(s + ~seen * MASKED_SCORE, -1)
 
 
 class LogSumExp(torch.autograd.Function):
@@ -174,7 +174,7 @@ def elastic(s, seen, t):
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01,
     depending on the script, with 100 times the learning rate (here --head_lr=100)."""
     # without the mask, tau < 0 would give masked keys a weight
-    return (softmax(s, seen) + -t).add_(~seen * MASKED).relu_()
+    return (softmax(s, seen) + -t).add_(~seen * MASKED_SCORE).relu_()
 
 
 def elastic_threshold(layer, n):
@@ -243,7 +243,7 @@ def entmax(s, seen, t=None, power=2.0):
     sigmoid(theta_h). Then the power is passed as the row input t.
     Source: Peters et al. 2019, eq. 7 and 9; alpha per head as 1 + sigmoid: Correia et al. 2019."""
     power = t if power is None else power
-    z = s / power + ~seen * MASKED
+    z = s / power + ~seen * MASKED_SCORE
     z = z - z.detach().amax(-1, keepdim=True)  # now r lies in [-1, 0]
     r = entmax_threshold(z.detach(), power)
     x = F.relu(z - r)
@@ -474,7 +474,7 @@ def softpick(s, seen, t=None):
     Differs from the authors' code: its m is max_j s_ij, so it overflows if all scores are below
     -88. Its Triton kernel has eps 1e-6. At a score of exactly 0 that kernel uses the slope of
     negative scores. Here the slope is 0, as in autograd."""
-    s = s + ~seen * MASKED  # masked scores must not overflow
+    s = s + ~seen * MASKED_SCORE  # masked scores must not overflow
     m = s.detach().amax(-1, keepdim=True).clamp(min=0)
     e = (torch.exp(s - m) - torch.exp(-m)).masked_fill(~seen, 0.0)
     return F.relu(e) / (e.abs().sum(-1, keepdim=True) + 1e-8)
@@ -523,7 +523,7 @@ def relu(s, seen, t=None):
     Source: with division by the row's length Wortsman et al. 2309.08586, whose attention is
     bidirectional, with one length for all rows. With an RMSNorm on the output ReLA, Zhang et al.
     2021."""
-    return (s + ~seen * MASKED).relu_()
+    return (s + ~seen * MASKED_SCORE).relu_()
 
 
 @jit
@@ -562,7 +562,7 @@ def tra(s, seen, t, power=2.0):
     belongs to a head; the norm sees one. Differs from the released kernel: it has kappa = 1, takes
     beta as a constant, and has no norm on the output. That norm rescales outputs of few small
     weights. Here the logarithm is at least 0, which matters if kappa > n."""
-    return (s + -t).add_(~seen * MASKED).relu_() ** power
+    return (s + -t).add_(~seen * MASKED_SCORE).relu_() ** power
 
 
 def tra_threshold(layer, n):
@@ -614,7 +614,7 @@ def sigmoid(s, seen, t):
     Without a bias: When Attention Sink Emerges, table 6.
     Differs from the authors' code: its language model puts a LayerNorm on queries and keys. The
     closest choice here is --qk_norm=head."""
-    return (s + -t).add_(~seen * MASKED).sigmoid_()
+    return (s + -t).add_(~seen * MASKED_SCORE).sigmoid_()
 
 
 def sigmoid_threshold(layer, n):

@@ -417,7 +417,7 @@ class Head(NamedTuple):
 # A tile of rows of one head: the head, q (BM, DP) and t (BM,). A program handles one or two views
 View = namedtuple("View", "head q t")
 
-# ------------------------------------------------------------------------------------ who sees whom
+# --------------------------------------------------------------------- which tiles a program visits
 # The triangle of tiles. A program of `forward` or `backward_rows` walks along one row of it, a
 # program of `backward_keys` down one column:
 #
@@ -445,13 +445,14 @@ Range = namedtuple("Range", "start end")
 class Tiles(NamedTuple):
     """The tiles of keys that a tile of rows sees, or the tiles of rows that see a tile of keys.
 
-    first, edge and last follow each other. full and table fill the gap between edge and last."""
+    In the order of tokens, masked_first is followed by masked_before, the full and table tiles, and
+    masked_after. Only after masked_first can there be a gap."""
 
     full: Range
     table: Range
-    first: Range  # MASKED: the first keys
-    edge: Range  # MASKED: the window's edge; of rows, the diagonal
-    last: Range  # MASKED: the diagonal; of rows, the window's edge
+    masked_first: Range  # the first keys; no rows
+    masked_before: Range  # of keys, the window's edge; of rows, the diagonal
+    masked_after: Range  # of keys, the diagonal; of rows, the window's edge
 
 
 @jit
@@ -482,42 +483,44 @@ def key_tiles(i, inputs, head, kernel: tl.constexpr):
     last_start = start_of(end - 1, inputs, head)  # of the last row's document
     start = start_of(i, inputs, head)  # of the first row's document
 
-    lo = start // kernel.BN * kernel.BN
-    inner = (
-        tl.cdiv(last_start, kernel.BN) * kernel.BN
-    )  # from here on, every row sees every key before it
-    first = Range(lo, lo)
+    # After the first keys, the first row's window starts in the tile at window_start. The keys from
+    # unmasked_start on lie in the windows of all rows. Without a window, a row sees its document
+    window_start = start // kernel.BN * kernel.BN
+    unmasked_start = tl.cdiv(last_start, kernel.BN) * kernel.BN
+    masked_first = Range(window_start, window_start)
     if inputs.window is not None:
-        padded_end = tl.cdiv(end, kernel.BN) * kernel.BN
-        first_end = tl.minimum(tl.cdiv(start + inputs.first, kernel.BN) * kernel.BN, padded_end)
+        tiles_end = tl.cdiv(end, kernel.BN) * kernel.BN
+        first_end = tl.minimum(tl.cdiv(start + inputs.first, kernel.BN) * kernel.BN, tiles_end)
         if inputs.starts is not None:
-            first_end = tl.where(inputs.first > 0, first_end, lo)
-        first = Range(lo, first_end)
-        # where the windows of the first and of the last row start
-        lo = tl.maximum(tl.maximum(i + 1 - inputs.window, 0) // kernel.BN * kernel.BN, first_end)
-        inner = (
-            tl.cdiv(tl.maximum(i + kernel.BM - inputs.window, last_start), kernel.BN) * kernel.BN
-        )
-        inner = tl.minimum(tl.maximum(inner, lo), padded_end)
+            first_end = tl.where(inputs.first > 0, first_end, window_start)
+        masked_first = Range(window_start, first_end)
+        first_seen = tl.maximum(i + 1 - inputs.window, 0)  # by the first row
+        window_start = tl.maximum(first_seen // kernel.BN * kernel.BN, first_end)
+        seen_by_all = tl.maximum(i + kernel.BM - inputs.window, last_start)
+        unmasked_start = tl.cdiv(seen_by_all, kernel.BN) * kernel.BN
+        unmasked_start = tl.minimum(tl.maximum(unmasked_start, window_start), tiles_end)
 
-    diagonal = inner
+    diagonal_start = unmasked_start
     if inputs.sets is None:  # with sets, all tiles are masked
-        diagonal = tl.maximum(inner, (i + 1) // kernel.BN * kernel.BN)
-    table = tl.minimum(diagonal, tl.maximum(i + 1 - inputs.W, 0) // kernel.BN * kernel.BN)
-    table = tl.maximum(inner, table)
-    return Tiles(
-        Range(inner, table), Range(table, diagonal), first, Range(lo, inner), Range(diagonal, end)
-    )
+        diagonal_start = tl.maximum(unmasked_start, (i + 1) // kernel.BN * kernel.BN)
+    table_start = tl.maximum(i + 1 - inputs.W, 0) // kernel.BN * kernel.BN
+    table_start = tl.maximum(unmasked_start, tl.minimum(diagonal_start, table_start))
+
+    full = Range(unmasked_start, table_start)
+    table = Range(table_start, diagonal_start)
+    masked_before = Range(window_start, unmasked_start)
+    masked_after = Range(diagonal_start, end)
+    return Tiles(full, table, masked_first, masked_before, masked_after)
 
 
 @jit
 def row_tiles(j, inputs, head, kernel: tl.constexpr):
     """The Tiles of rows that see keys j .. j+BN-1."""
     last_key = tl.minimum(j + kernel.BN, inputs.T) - 1
-    end = inputs.T  # of the rows that see any of the keys
-    full_end = (
-        inputs.T // kernel.BM * kernel.BM
-    )  # of those that see all; an incomplete last tile needs masks
+    # the end of the rows that see any of the keys, and of those that see all. An incomplete last
+    # tile needs a mask
+    end = inputs.T
+    full_end = inputs.T // kernel.BM * kernel.BM
     if inputs.starts is not None:
         ends = inputs.ends + head.batch * inputs.T
         end = tl.load(ends + last_key)  # ()
@@ -528,18 +531,19 @@ def row_tiles(j, inputs, head, kernel: tl.constexpr):
             end = tl.minimum(end, j + kernel.BN - 1 + inputs.window)
         full_end = tl.minimum(full_end, (j + inputs.window) // kernel.BM * kernel.BM)
 
-    lo = j // kernel.BM * kernel.BM
-    table = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM)) * kernel.BM
+    diagonal_start = j // kernel.BM * kernel.BM
+    end_tile = tl.minimum(tl.cdiv(j + kernel.BN - 1, kernel.BM), tl.cdiv(end, kernel.BM))
+    diagonal_end = end_tile * kernel.BM
     # with sets, all tiles are masked
-    full_end = table if inputs.sets is not None else tl.maximum(table, full_end)
-    full = tl.minimum(tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM, full_end)
-    return Tiles(
-        Range(full, full_end),
-        Range(table, full),
-        Range(0, 0),
-        Range(lo, table),
-        Range(full_end, end),
-    )
+    full_end = diagonal_end if inputs.sets is not None else tl.maximum(diagonal_end, full_end)
+    table_end = tl.minimum(tl.cdiv(j + kernel.BN - 1 + inputs.W, kernel.BM) * kernel.BM, full_end)
+
+    full = Range(table_end, full_end)
+    table = Range(diagonal_end, table_end)
+    masked_first = Range(0, 0)
+    masked_before = Range(diagonal_start, diagonal_end)
+    masked_after = Range(full_end, end)
+    return Tiles(full, table, masked_first, masked_before, masked_after)
 
 
 @jit
@@ -560,14 +564,14 @@ def walk(
         for start in tl.range(tiles.table.start, tiles.table.end, size):
             state = step(state, my_side, start, inputs, kernel, TABLE)
     # One loop over the three masked ranges: a loop for each would triple its code. n counts as if
-    # there were no gaps between the ranges
-    first, edge, last = tiles.first, tiles.edge, tiles.last
-    before_edge = edge.start - first.end
-    before_last = last.start - edge.end
-    end = last.end - before_last - before_edge
-    for n in tl.range(first.start, end, size, num_stages=1):  # pipelining costs registers
-        start = tl.where(n < first.end, n, n + before_edge)
-        start = tl.where(start < edge.end, start, start + before_last)
+    # they had no gaps, neither the tiles skipped after the first keys nor the unmasked tiles
+    first, before, after = tiles.masked_first, tiles.masked_before, tiles.masked_after
+    skipped = before.start - first.end
+    unmasked = after.start - before.end
+    # num_stages=1, because pipelining costs registers
+    for n in tl.range(first.start, after.end - unmasked - skipped, size, num_stages=1):
+        start = tl.where(n < first.end, n, n + skipped)
+        start = tl.where(start < before.end, start, start + unmasked)
         state = step(state, my_side, start, inputs, kernel, MASKED)
     return state
 
@@ -591,9 +595,9 @@ def live_tiles(tiles, live, size: tl.constexpr):
     return Tiles(
         live_range(tiles.full, live, size),
         live_range(tiles.table, live, size),
-        live_range(tiles.first, live, size),
-        live_range(tiles.edge, live, size),
-        live_range(tiles.last, live, size),
+        live_range(tiles.masked_first, live, size),
+        live_range(tiles.masked_before, live, size),
+        live_range(tiles.masked_after, live, size),
     )
 
 
@@ -1022,7 +1026,17 @@ def add_to_rows(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.co
 
 
 @jit
-def save_rows(state, inputs, head, DQ, DT, DTail, DSlope, i, kernel: tl.constexpr):
+def save_rows(
+    state,
+    inputs,
+    head,
+    DQ,  # Matrix (B, H, T, D)
+    DT,  # (B, H, T)
+    DTail,  # (B, H, T)
+    DSlope,  # (B, H, T)
+    i,  # (BM,)
+    kernel: tl.constexpr,
+):
     """Save the gradients of one view: of q, and row by row (B, H, T) of t, tail and slope."""
     dq, dt, dtail, dslope = state
     save(begin(DQ, head.batch, head.number), dq * inputs.scale, i, inputs, kernel.D, kernel.DP)
@@ -1164,7 +1178,15 @@ def backward_keys(
 
 
 @jit
-def backward_table(inputs, R, DO, Delta, DTable, diagonals, kernel: tl.constexpr):
+def backward_table(
+    inputs,
+    R,  # (B, H, T)
+    DO,  # Matrix (B, heads, T, E)
+    Delta,  # (B, H, T)
+    DTable,  # (B, H, diagonals, BM, BM)
+    diagonals,
+    kernel: tl.constexpr,
+):
     """The table's gradient. In all square tiles (m, m - b) of block diagonal b, equal entries have
     equal distances. So one program adds these tiles up into one, which by_distance() reduces. Dead
     tiles are visited as well: a table covers the distances at which keys matter, so few are
@@ -1187,9 +1209,7 @@ def backward_table(inputs, R, DO, Delta, DTable, diagonals, kernel: tl.constexpr
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
         _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
         total += ds
-    at = (
-        DTable + tl.program_id(0).to(tl.int64) * kernel.BM * kernel.BM
-    )  # of (B, H, diagonals, BM, BM)
+    at = DTable + tl.program_id(0).to(tl.int64) * kernel.BM * kernel.BM
     tl.store(at + row[:, None] * kernel.BM + row[None, :], total)
 
 

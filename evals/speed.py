@@ -386,7 +386,16 @@ def count_tiles(cells):
     return tiles.any(-1).any(3).sum().item()  # of (B, H, tiles, rows, tiles, keys)
 
 
-def gain_of_skipping(module, machine, repeats, q, k, v, x, distance=None):
+def gain_of_skipping(
+    module,
+    machine,
+    repeats,
+    q,  # (B, H, T, D)
+    k,  # (B, Hk, T, D)
+    v,  # (B, Hv, T, E)
+    x,  # (B, T, C)
+    distance=None,
+):
     """The speed-up of a layer's forward and backward pass if its kernel skips dead tiles; None
     without a kernel."""
     if mixers.choose_kernel(module.config, q.device.type) != "triton":

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 import kernels
-from attention import MASKED, RULES, LogSumExp, softmax
+from attention import MASKED_SCORE, RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only
 from axes.rows import SINKS, normalised_output
@@ -372,7 +372,7 @@ def sparse_sequence(
     last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
     last = last[set_index, i]
     # if that key is not near, `near` is meaningless: the row has no keys in it
-    near_r = near_r.masked_fill((last <= i - local)[:, None], MASKED)
+    near_r = near_r.masked_fill((last <= i - local)[:, None], MASKED_SCORE)
 
     share = torch.sigmoid(r - near_r)  # weight of the keys that share a group
     return o * share + near * (1 - share), torch.logaddexp(r, near_r)

@@ -338,7 +338,15 @@ def by_head(layer, y):
 # ------------------------------------------------------------------------ the axis rule: add, delta
 
 
-def chunk_inputs(layer, q, k, v, forget, write, x):
+def chunk_inputs(
+    layer,
+    q,  # (B, H or 1, T, D)
+    k,  # (B, H or 1, T, D)
+    v,  # (B, H, T, E)
+    forget,  # (B, H, T, 1 or D): logarithms
+    write,  # (B, H, T, 1)
+    x,  # (B, T, C)
+):
     """The inputs of `one_chunk` for a rule that erases nothing."""
     return q, k, v * write, forget
 
@@ -370,7 +378,15 @@ class StateRule(Choice):
     rope_positions: Callable | None = None  # positions, chunk -> others, by which RoPE rotates
 
 
-def chunk_inputs_delta(layer, q, k, v, forget, write, x):
+def chunk_inputs_delta(
+    layer,
+    q,  # (B, H or 1, T, D)
+    k,  # (B, H or 1, T, D)
+    v,  # (B, H, T, E)
+    forget,  # (B, H, T, 1 or D): logarithms
+    write,  # (B, H, T, 1)
+    x,  # (B, T, C)
+):
     """The inputs of `one_chunk`. The delta rule erases as much as it writes."""
     return q, k, v * write, forget, write
 
@@ -427,7 +443,15 @@ def initial_state_ttt(layer, v):
     return tuple(y.expand(len(v), *y.shape) for y in constants)
 
 
-def chunk_inputs_ttt(layer, q, k, v, forget, write, x):
+def chunk_inputs_ttt(
+    layer,
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    forget,  # (B, H, T, 1): logarithms
+    write,  # (B, H, T, 1)
+    x,  # (B, T, C)
+):
     """The inputs of `one_chunk_ttt`. Appending a constant 1 to q and k turns the last row of M into
     a bias. The memory returns k + LayerNorm(k M) for a key, so v - k is the target of the
     LayerNorm."""
@@ -469,7 +493,15 @@ def initial_state_titans(layer, v):
     return M, torch.zeros_like(M), N, torch.zeros_like(N)
 
 
-def chunk_inputs_titans(layer, q, k, v, forget, write, x):
+def chunk_inputs_titans(
+    layer,
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    forget,  # (B, H, T, 1): logarithms
+    write,  # (B, H, T, 1)
+    x,  # (B, T, C)
+):
     """The inputs of `one_chunk_titans`.
 
     All gradients of a chunk are taken at the same memory, so their steps add up. Over time, a

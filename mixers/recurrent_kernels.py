@@ -110,7 +110,15 @@ def load(matrix, i, T, left, D: tl.constexpr, BD: tl.constexpr):
 
 
 @jit
-def save(matrix, value, i, T, left, D: tl.constexpr, BD: tl.constexpr):
+def save(
+    matrix,
+    value,  # (rows, BD)
+    i,  # (rows,)
+    T,
+    left,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+):
     d = left + tl.arange(0, BD)
     at = matrix.at + (i[:, None] * matrix.row + d[None, :])
     mask = (i < T)[:, None] & (d < D)[None, :]
@@ -528,7 +536,15 @@ def allocate_forward(q, k, v, c, erase):
     mutates_args=(),
     schema=f"({SCHEMA}, Tensor X, Tensor do) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def run_backward(q, k, v, c, erase, X, do):
+def run_backward(
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    c,  # (B, H, T, 1 or D) float32, or None
+    erase,  # (B, H, T) float32, or None
+    X,  # (B, H, T, C), empty without erasing
+    do,  # (B, H, T, E)
+):
     grads = dq, dk, dv, dc, derase = allocate_backward(q, k, v, c, erase, X, do)
     inputs, sizes, U, States = scanned(q, k, v, c, erase, X)
     DStates = torch.empty_like(States)
@@ -542,7 +558,15 @@ def run_backward(q, k, v, c, erase, X, do):
 
 
 @run_backward.register_fake
-def allocate_backward(q, k, v, c, erase, X, do):
+def allocate_backward(
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    c,  # (B, H, T, 1 or D) float32, or None
+    erase,  # (B, H, T) float32, or None
+    X,  # (B, H, T, C), empty without erasing
+    do,  # (B, H, T, E)
+):
     sizes = sizes_of(q, v, c)
     # each tile of columns adds a part to a row's gradients
     parts = (*v.shape[:3], count(sizes.D, sizes.BD))
@@ -571,7 +595,15 @@ def sizes_of(q, v, c):
     )
 
 
-def scanned(q, k, v, c, erase, X, solve=False):
+def scanned(
+    q,  # (B, H, T, D)
+    k,  # (B, H, T, D)
+    v,  # (B, H, T, E)
+    c,  # (B, H, T, 1 or D) float32, or None
+    erase,  # (B, H, T) float32, or None
+    X,  # (B, H, T, C), empty without erasing
+    solve=False,
+):
     """Scan the chunks; with `solve`, compute X first. Returns the StateInputs and ChunkSizes of all
     kernels, u as a Matrix (v itself without erasing), and the states before all chunks."""
     H, T = v.shape[1:3]

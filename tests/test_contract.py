@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from bounds import below, close, moved_by_rounding, same
-from conftest import DEVICE, FEW, by_default, examples, tiny_config
+from conftest import DEVICE, FEW, by_default, examples, needs_triton, tiny_config
 from hypothesis import given, settings
 from layers import (
     SIZES,
@@ -90,6 +90,20 @@ def test_a_hidden_key_is_seen_by_its_own_row_only(choices):
         other = module.attend(q, *changed, x, mask=hidden)
         close(other[:, :, later], o[:, :, later], terms=T)
         close(o[:, :, : place + 1], module.attend(q, k, v, x)[:, :, : place + 1], terms=T)
+
+
+@needs_triton
+def test_a_layer_with_a_kernel_hides_a_key_and_decodes_as_the_block_loop_does():
+    """The kernels can do neither: they compute every row of a sequence, and hide no single key."""
+    choices = {"attn": "elastic", "dtype": torch.float32}
+    fused, loop = (layer(**choices, kernel=kernel).to(DEVICE) for kernel in ("triton", "torch"))
+    loop.load_state_dict(fused.state_dict())
+    T = 21
+    for R, hidden in ((T, 4), (5, -1)):
+        mask = fused.mask._replace(hidden=hidden)
+        qkvx = [a.to(DEVICE) for a in inputs(fused, T, R, dtype=torch.float32)]
+        found, expected = (module.attend(*qkvx, mask=mask) for module in (fused, loop))
+        close(found, expected, terms=T + fused.width)
 
 
 PACKED = ((0, 9, 10, 18), (0, 3, 20, 23))  # where documents begin in two sequences of 24 tokens
