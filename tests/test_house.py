@@ -91,7 +91,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {
-    "": 30_700,
+    "": 30_800,
     "axes": 8_100,
     "mixers": 22_800,
     "training": 2_850,
@@ -100,7 +100,7 @@ CEILINGS = {
     "docs": 1_100,
     "pretrained": 5_350,
     "evals": 42_100,
-    "tests": 89_400,
+    "tests": 89_700,
 }
 LAYOUT = {
     tokenize.NL,
