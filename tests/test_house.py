@@ -91,16 +91,16 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {
-    "": 30_800,
+    "": 30_900,
     "axes": 8_100,
     "mixers": 22_800,
-    "training": 2_850,
+    "training": 2_950,
     "common": 6_700,
     "data": 8_000,
     "docs": 1_100,
     "pretrained": 5_350,
     "evals": 42_100,
-    "tests": 89_700,
+    "tests": 89_900,
 }
 LAYOUT = {
     tokenize.NL,
