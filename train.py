@@ -49,10 +49,10 @@ from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size, hidden_width
-from training.balance import check_balance, losses
-from training.presets import PRESETS, presets_and_recipes
-from training.resolve import default_out_dir, resolve_run
-from training.weights import (
+from common.balance import check_balance, losses
+from common.presets import PRESETS, presets_and_recipes
+from common.resolve import default_out_dir, resolve_run
+from common.weights import (
     PROJECTIONS,
     gather,
     is_sharded,

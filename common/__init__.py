@@ -1,4 +1,5 @@
-"""What all other folders use: flags, the machine, runs and files. It does not import the model.
+"""What train.py and the instruments share. Flags, the machine, runs and files do not know the
+model; presets, the values of knobs, parts of a run's weights and the balancing loss do.
 
 Import it before torch: it sets how threads wait for each other."""
 

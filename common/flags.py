@@ -1,4 +1,4 @@
-"""Flags made from dataclasses. training/resolve.py decides which value of a knob wins.
+"""Flags made from dataclasses. common/resolve.py decides which value of a knob wins.
 
 A knob is a dataclass field; a dataclass of knobs is a group of flags. --n_layer=4 and --n_layer 4
 both work, -h lists every knob with its meaning, and a wrong flag or value ends with one line that

@@ -55,7 +55,7 @@ from common.runs import (
 )
 from data import tokens
 from model import GPT, GPTConfig
-from training.resolve import resolve
+from common.resolve import resolve
 
 
 @dataclass

@@ -20,7 +20,7 @@ import attention
 from common.flags import fields_of, given_flags
 from evals.board import RECIPES
 from model import GPTConfig
-from training.resolve import resolve
+from common.resolve import resolve
 
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")

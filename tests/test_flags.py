@@ -16,7 +16,7 @@ from common import files
 from common.flags import Parser, add_flags, given_flags
 from evals.instrument import model_config
 from model import GPTConfig
-from training.resolve import resolve_run
+from common.resolve import resolve_run
 
 
 def settled(*argv):

@@ -9,7 +9,7 @@ import tokenize
 import pytest
 from conftest import ROOT
 
-FOLDERS = ("evals", "training", "mixers", "axes", "common", "data", "pretrained")
+FOLDERS = ("evals", "mixers", "axes", "common", "data", "pretrained")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (
@@ -77,15 +77,16 @@ def test_common_comes_before_torch_as_it_sets_how_threads_wait(script):
 
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
-    """data/ and common/ are below the model: a data set is made, and a file written, without it.
-    kernels.py can be read alone."""
-    # {room: what it may import}
-    below = {"common": set(), "kernels": set(), "data": {"common.files", "common.flags"}}
+    """data/ and a part of common/ are below the model: a data set is made, and a file written,
+    without it. kernels.py can be read alone."""
+    # {module: what it may import of other rooms}
+    below = {f"common.{name}": set() for name in ("files", "flags", "machine", "runs")}
+    below |= {"kernels": set(), "data": {"common.files", "common.flags"}}
     for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval"}, module
         assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
         others = {target for target in targets if room(target) != room(module)}
-        assert others <= below.get(room(module), others), module
+        assert others <= below.get(module, below.get(room(module), others)), module
 
 
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
@@ -94,8 +95,7 @@ CEILINGS = {
     "": 30_900,
     "axes": 8_100,
     "mixers": 22_800,
-    "training": 2_950,
-    "common": 6_700,
+    "common": 9_650,
     "data": 8_000,
     "docs": 1_100,
     "pretrained": 5_350,

@@ -16,7 +16,7 @@ import attention
 import kernels
 from axes import queries_keys, rows
 from mixers import focus
-from training.balance import imbalance
+from common.balance import imbalance
 
 # numpy warns about scores of masked keys
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

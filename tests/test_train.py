@@ -43,7 +43,7 @@ from common.flags import fields_of
 from data import coders, tokens
 from evals import show
 from model import GPT, GPTConfig
-from training import balance
+from common import balance
 
 
 def train(out, flags="", data=None):
@@ -117,7 +117,7 @@ def test_every_recipe_learns(attn, dtype, tmp_path, data):
 def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path):
     """The sample at its end contains bytes that are no text, which a terminal for ASCII cannot
     show."""
-    for room in ("", "axes", "common", "data", "evals", "mixers", "training"):
+    for room in ("", "axes", "common", "data", "evals", "mixers"):
         (tmp_path / room).mkdir(exist_ok=True)
         for path in (ROOT / room).glob("*.py"):
             shutil.copy(path, tmp_path / room)

@@ -9,7 +9,7 @@ import mixers
 from common.flags import fields_of
 from common.runs import read_run
 from model import GPTConfig
-from training.presets import PRESETS
+from common.presets import PRESETS
 
 
 def resolve(sources, flags):

@@ -1,0 +1,1 @@
+"""Public weights: as runs of ours, and our recipes under models of transformers."""
