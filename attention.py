@@ -54,22 +54,24 @@ from kernels import (
 # visible keys (broadcastable to s), the row input t and, if the rule has one, the constant `power`.
 # It returns weights of the shape of s, zero where masked.
 #
-# In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
-#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z for settle, u for the
-#           backward pass
+# In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls. For
+# softmax, w_ij = exp(s_ij - r_i), and a score moves all weights of its row:
+#     ds_ij = w_ij (g_ij - delta_i),   g_ij = do_i . v_j,   delta_i = sum_j w_ij g_ij = do_i . o_i
+# g_ij is the gradient of w_ij, and delta_i holds what the scores of a row have in common. Every
+# rule has this form, with a U of its own in place of o:
+#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z, which is summed for
+#           settle, and u, whose sum with the values is U_i = sum_j u_ij v_j / sum_j z_ij
 #   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh
-#           and slope get. Its argument r is the running maximum in the first pass (FIRST), and the
-#           last estimate in every later pass. A rule whose weights depend on no other score of the
-#           row has no settle
-#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt. g_ij =
-#           do_i . v_j is the gradient of w_ij, do that of o. A score also moves r, and so the other
-#           weights of its row. One number of the row holds all that: delta_i = do_i . U_i - dr_i,
-#           where U_i = sum_j u_ij v_j / sum_j z_ij
-#   lift    s, t, power -> another score, which replaces s in weigh. Few rules have it
-# For softmax w, z and u are the same, and U is the output. For elastic z is p, and u is p above the
-# threshold. s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because
-# the hardware computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both
-# read alike.
+#           and slope get. In the first pass (FIRST) its argument r is the running maximum, and of
+#           weigh's results only z means something; in a later pass r is the last estimate. A rule
+#           whose weights depend on no other score of the row has no settle: its r is the row sum
+#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt.
+#           delta_i = do_i . U_i - dr_i, where dr is the gradient of r
+#   lift    s, t, power -> another score, which weigh gets in place of s; slope gets s itself. Few
+#           rules have it
+# For softmax w, z and u are the same. For elastic z is p, and u is p above the threshold. s and r
+# are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware
+# computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both read alike.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -961,8 +963,9 @@ class Attention(Layer):
         if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
         run = partial(run, self.config.rule, t=t, power=self.power)
-        sums = self.rule.normalizes or self.divisor or need_r
-        if not (mix is None or sums) and kernels.holds_two_views(q, v):
+        per_row = self.rule.normalizes or self.divisor or need_r
+        one_call = mix is not None and not per_row and kernels.holds_two_views(q, v)
+        if one_call:
             return run(mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = run(row_sum=need_r and not self.rule.normalizes)
         r = None if r is None else r[..., None]

@@ -17,7 +17,7 @@ sinks, gates and normalisers outside the kernels. In the backward pass some rule
 weights are all 0.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij
-- mix_i w'_ij) v_j, with w' from queries and keys of its own. Rules without a statistic compute both
+- mix_i w'_ij) v_j, with w' from queries and keys of its own. Rules without `settle` compute both
 views in one pass.
 
 Legend                                              shapes in comments
@@ -156,8 +156,8 @@ def run_blocks(one_block, mask, parts, *tensors):
     outputs = []
     for rows, keys, i in reversed([*row_blocks(R, T, mask, tensors[0].device)]):
         cuts = [rows if part == "rows" else keys for part in parts]
-        # A cut of the cut before: its gradient fills only the keys that it sees. The backward pass
-        # starts with block 0
+        # A cut of the cut before: its gradient fills only the keys that it sees, not all T. The
+        # backward pass starts with block 0
         for n, cut in enumerate(cuts):
             if tensors[n] is not None:
                 tensors[n] = tensors[n][..., : cut.stop, :]
@@ -166,7 +166,7 @@ def run_blocks(one_block, mask, parts, *tensors):
             for x, cut in zip(tensors, cuts, strict=True)
         ]
         outputs.append(one_block(i, *block))
-    return tuple(torch.cat(parts[::-1], 2) for parts in zip(*outputs, strict=True))
+    return tuple(torch.cat(part[::-1], 2) for part in zip(*outputs, strict=True))
 
 
 def row_blocks(R, T, mask, device):
@@ -311,7 +311,7 @@ KERNELS = {}  # {name of a rule: Kernel}. Operators of torch accept strings, but
 
 
 def offer(kernels):
-    """Add rules. A rule without a statistic is added a second time as "name_sum", with the row sum
+    """Add rules. A rule without `settle` is added a second time as "name_sum", with the row sum
     as its statistic."""
     for name, kernel in kernels.items():
         KERNELS[name] = kernel
@@ -1311,12 +1311,12 @@ def attend(
     table (H, W), tail (H,), slope (H,): the score is scale q.k + slope[h] (i - j), plus
         table[h, i - j] at distances below W and tail[h] beyond.
     window, first: row i sees key j if i - j < window (0: no limit) or j < first.
-    row_sum: a rule without a statistic returns the sum of its weights.
+    row_sum: a rule without `settle` returns the sum of its weights.
     power: replaces the rule's own.
     skip: if the rule allows it, the backward pass skips tiles in which all weights are 0.
     mix: q has two heads, called views, for each of the H/2 heads of the output. The weights are
         those of the first view minus mix times those of the second. Hv divides H/2, mix broadcasts
-        to (B, H/2, T), and the rule must have no statistic.
+        to (B, H/2, T), and the rule must have no `settle`.
     sets (B, T) int64: row i sees key j only if they have no bit in common. The output of a row that
         sees no key is 0.
     starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts

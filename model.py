@@ -89,8 +89,8 @@ class Block(nn.Module):
 
     def forward(self, x, cache=None, rope=None, starts=None, importance=False):
         """x (B, T, C) to (B, T, C), and with importance also to that of the heads (heads,), which
-        is an output so that --shard sees it. The rest is for the attention: see
-        Attention.forward."""
+        is an output because --shard copies lists among the inputs. The rest is for the attention:
+        see Attention.forward."""
         found = [] if importance else None
         context = cache, rope, starts, found
         # post: a norm on the stream after each branch (Vaswani et al. 2017). The stream stays
@@ -348,9 +348,6 @@ class GPTConfig(Knobs):
         return configs
 
 
-MODULES = 40_000  # bytes of a block's Python objects, without its weights
-
-
 class GPT(nn.Module):
     """The whole model: model(idx) returns (logits (B, T, V), None), model(idx, targets) (logits,
     mean loss in nats).
@@ -489,7 +486,8 @@ class GPT(nn.Module):
                 )
             x = x + self.transformer.wpe(i)
         ropes = [block.attn.rope for block in blocks if block.attn.rope]
-        rope = ropes[0](i.unsqueeze(-2)) if ropes else None  # for all layers
+        # for all layers: base and scaling are no axes, so their frequencies are equal
+        rope = ropes[0](i.unsqueeze(-2)) if ropes else None
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own
@@ -502,7 +500,7 @@ class GPT(nn.Module):
         more = (torch.stack(importances),) if importance else ()
 
         # the sink token predicts nothing. The loss is computed in float32, under autocast as well
-        x = x[:, sink_tokens:][:, -last:]
+        x = x[:, sink_tokens:][:, -last:]  # -0: all
         logits = self.lm_head(self.transformer.ln_f(x))  # (B, T, V)
         if targets is None:
             return logits, None, *more
@@ -660,6 +658,9 @@ def generator_of(seed, name):
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
 
 
+BYTES_PER_BLOCK = 40_000  # of a block's Python objects, without its weights
+
+
 def check_size(config, copies):
     """Raise ValueError if this machine's memory cannot hold `copies` of a model's weights in
     float32. It counts a model of one block, or of one period of --layers, on the meta device."""
@@ -669,7 +670,7 @@ def check_size(config, copies):
     block = sum(p.numel() for p in model.transformer.h.parameters()) // one.n_layer  # a mean
     count = model.num_params() + (config.n_layer - one.n_layer) * block
     check_memory(
-        config.n_layer * MODULES + 4 * copies * count,
+        config.n_layer * BYTES_PER_BLOCK + 4 * copies * count,
         f"a model of {count:,} parameters, {block:,} in each of n_layer={config.n_layer} "
         "blocks, needs",
         "lower n_layer or n_embd, or use a larger machine",

@@ -5,9 +5,9 @@
     python train.py --attn=elastic --init_from=resume       continue a stopped or killed run
     python train.py --preset=paper1-760m --dry_run  only print what it needs: memory, FLOPs, hours
 
-Each knob has the value of the first of these that sets it: flag, recipe (--attn), the run of
---init_from, preset (--preset), default. The preset tune, which adapts a run, comes before that
-run. --show_config prints each value and where it comes from.
+Later beats earlier: the default of a knob, the preset (--preset), the run of --init_from, the
+recipe (--attn), a flag. The preset tune, which adapts a run, beats that run. --show_config prints
+each value and where it comes from.
 
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob,
 versions, losses) and log.csv; common/runs.py describes them, and adapters (--train_only=PART).
@@ -49,7 +49,7 @@ from data import tokens
 from evals.loss import mean_loss
 from evals.report import report
 from model import GPT, GPTConfig, check_size, hidden_width
-from common.balance import check_balance, losses
+from common.balance import check_balance, head_balance_loss
 from common.presets import PRESETS, presets_and_recipes
 from common.resolve import default_out_dir, resolve_run
 from common.weights import (
@@ -458,11 +458,17 @@ class Training:
             if self.config.dropout:  # seeded by these numbers: no state to be stored
                 seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                 torch.manual_seed(seeds.generate_state(1)[0].item())
-            # data-parallel ranks average their gradients once, after the last micro-batch
+            # DDP averages the gradients of the ranks once, after the last micro-batch; --shard does
+            # after each
             if isinstance(running, DistributedDataParallel):
                 running.require_backward_grad_sync = micro == len(micro_batches) - 1
             with machine.autocast():  # products in 16 bits if fast, sums in float32
-                loss, balance = losses(running, x, y, knobs, machine, *starts)
+                _, loss, *importance = running(
+                    x, y, importance=knobs.head_balance > 0, starts=starts[0] if starts else None
+                )
+                balance = torch.zeros((), device=machine.device)
+                if importance:
+                    balance = head_balance_loss(importance[0], knobs, machine)
                 balance = balance + self.model.penalty()
             # weighted by the share of the sequences, gradients add up to that of one batch
             share = len(x) * machine.world / self.batches.total
@@ -691,15 +697,18 @@ def main(argv):
     try:
         # validate all flags before the GPU is used or anything is written
         plan = DryRun(**given_flags(args, DryRun))
-        values, sources, stored = resolve_run(given_flags(args, Train, GPTConfig), Train)
+        values, origins, stored = resolve_run(given_flags(args, Train, GPTConfig), Train)
         knobs = Train(**fields_of(Train, values))
         vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})
         check(knobs, config, plan)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
-        before = None if knobs.init_from == "scratch" else Path(knobs.init_from).parent
-        if stored:
+        if stored:  # this run resumes that one
             before = Path(knobs.out_dir)
+        elif knobs.init_from == "scratch":
+            before = None
+        else:
+            before = Path(knobs.init_from).parent
         places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
         if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
             raise ValueError(
@@ -711,7 +720,7 @@ def main(argv):
     if plan.show_config:
         values = dataclasses.asdict(knobs) | dataclasses.asdict(config)
         for name, value in (values | {"vocab_size": vocab_size}).items():
-            print(f"{f'--{name}={shown(value)}':40} {sources.get(name, 'default')}")
+            print(f"{f'--{name}={shown(value)}':40} {origins.get(name, 'default')}")
         return
     with files.one_line_errors():
         machine = Machine(knobs.device, knobs.dtype)
@@ -725,7 +734,7 @@ def main(argv):
         tokens.check_vocabulary(config, data, knobs.dataset)
         knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
         run = Run(knobs.out_dir, machine)
-        with run.locked(machine):  # before anything of an earlier run is read
+        with run.locked(machine):  # before an earlier run's checkpoint is read
             training = Training(run, knobs, config, machine, folder, data, stored, argv)
             training.begin(data)
             began = time.perf_counter()

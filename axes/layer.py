@@ -131,15 +131,15 @@ class Layer(nn.Module):
         self.scale = 1.0 if self.choices["scale"].unscaled else self.width**-0.5
 
         # what the choices do, as methods of this layer; None: nothing
-        self.bind("pos", "bias")
+        self.bind("pos", "bias")  # bias() -> Distance
         self.rope = Rope(config) if self.choices["pos"].rotates else None
-        self.bind("qk_norm", "learned_norm", "fixed_norm")
-        self.bind("feature", "feature_map")
-        self.bind("scale", "score_factor")
-        self.bind("sink", "extra_score", "extra_value")
-        self.bind("diff", "mix", "after_norm")
-        self.bind("out_norm", "normed")
-        self.bind("gate", "gated")
+        self.bind("qk_norm", "learned_norm", "fixed_norm")  # (norm, x) -> x, and (x) -> x
+        self.bind("feature", "feature_map")  # (x) -> x
+        self.bind("scale", "score_factor")  # (n) -> a factor on the scores
+        self.bind("sink", "extra_score", "extra_value")  # (q) -> c, and (heads) -> v*
+        self.bind("diff", "mix", "after_norm")  # (x) -> lambda, and (o) -> o
+        self.bind("out_norm", "normed")  # (o) -> o
+        self.bind("gate", "gated")  # (o, x) -> o
         self.divisor = self.choices["normalize"].divisor
         self.rule = self.choices["rule"]
         # is attend's output, before norms and gates, weights_of times the values? If not,
@@ -225,7 +225,8 @@ class Layer(nn.Module):
 
     def recall(self, cache, k, v):
         """Append the keys and values of new tokens to the cache, and drop those that the next token
-        does not see. Returns the keys and values that were cached, and the new ones."""
+        does not see: then places in the cache stand for positions, and a row's keys are still the
+        last ones. Returns the keys and values that were cached, and the new ones."""
         cache.tokens += k.shape[2]
         first, recent = self.mask.first, self.mask.window - 1
         if not self.mask.window or (first and self.bias):  # a bias needs true distances

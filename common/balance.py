@@ -11,16 +11,13 @@ import torch
 from axes.rows import SINKS
 
 
-def losses(model, x, y, knobs, machine, starts=None):
-    """The model's own loss on a micro-batch, packed or not, and its head-balancing loss: 0 without
-    --head_balance."""
-    if not knobs.head_balance:
-        return model(x, y, starts=starts)[1], torch.zeros((), device=x.device)
-    _, loss, importance = model(x, y, importance=True, starts=starts)
-    importance = machine.mean(importance)  # (layers, heads), over the micro-batches of all ranks
+def head_balance_loss(importance, knobs, machine):
+    """The loss that --head_balance adds, from the importance of the heads (layers, heads) in a
+    micro-batch."""
+    importance = machine.mean(importance)  # over the micro-batches of all ranks
     if knobs.balance_form == "routed":
         importance = routed(importance, knobs.balance_skip, knobs.balance_shared)
-    return loss, knobs.head_balance * imbalance(importance)
+    return knobs.head_balance * imbalance(importance)
 
 
 def routed(importance, skip, shared):

@@ -39,7 +39,7 @@ def resolve(sources, flags):
         # recipe has set (None: see GPTConfig), but not those that its flags have changed
         old = attention.ATTENTIONS.get(knobs.get("attn"), {})
         removed = [axis for axis, value in old.items() if knobs.get(axis) == value]
-        take("default", dict.fromkeys(removed))
+        take("default", dict.fromkeys(removed))  # None: GPTConfig fills it in
         new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
         take(f"recipe {flags['attn']}", new)
     take("flag", flags)
@@ -103,6 +103,7 @@ def resolve_resumed(flags, preset, Train):
                 f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "
                 f"{name}={value}: leave out the flag, or start a new run with another --out_dir"
             )
+    # init_from is then that of the stored run: only its meta.json tells that this run resumes it
     changed = {name: value for name, value in flags.items() if name in MAY_CHANGE}
     return *resolve({f"run {out_dir}": stored}, changed | {"out_dir": out_dir}), meta
 

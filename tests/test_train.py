@@ -311,7 +311,15 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
         )
 
 
-def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path):
+def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path, monkeypatch):
+    in_training, forward = [], GPT.forward
+
+    def watched(gpt, *args, starts=None, **more):
+        if gpt.training:
+            in_training.append(starts)
+        return forward(gpt, *args, starts=starts, **more)
+
+    monkeypatch.setattr(GPT, "forward", watched)
     flags = "--docs=1 --max_iters=4 --learning_rate=0.1 --eval_iters=20 --pos=learned --attn=gated"
     train(tmp_path, flags, packed)
     gpt = GPT(GPTConfig(**fields_of(GPTConfig, meta(tmp_path)["knobs"]))).eval()
@@ -328,11 +336,10 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
     close(meta(tmp_path)["losses"]["val"], np.mean(losses), dtype=torch.float32)
     x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
     starts = torch.from_numpy(split.first_keys(windows, 16))
-    machine = SimpleNamespace(mean=lambda x: x)
-    for weight in 0.0, 0.1:  # the loss that is trained
-        knobs = SimpleNamespace(head_balance=weight, balance_form="all")
-        loss, _ = balance.losses(gpt, x, y, knobs, machine, starts)
+    for importance in (False, True):  # the loss that is trained
+        loss = gpt(x, y, importance=importance, starts=starts)[1]
         close(loss, np.mean(losses), dtype=torch.float32)
+    assert len(in_training) == 4 and all(starts is not None for starts in in_training)
 
 
 @pytest.mark.parametrize(
