@@ -137,7 +137,9 @@ def test_no_row_sees_another_document_of_a_pack(choices):
     def gradient(y):
         return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
 
-    close([o, gradient(o * above)], [alone, gradient(alone * above)], terms=24 * 32 * 64)
+    # outputs and gradients may cancel, as with a window of 1 and --exclude=own
+    for found, expected in ((o, alone), (gradient(o * above), gradient(alone * above))):
+        close(found, expected, terms=24 * 32 * 64, size=max(1.0, expected.abs().max().item()))
     for start in starts.unique():
         own = starts == start
         assert not gradient((o * above)[own])[~own].any()
