@@ -855,9 +855,6 @@ class Attention(Layer):
             self.power = self.rule.power(self.args)
             weights = partial(self.rule.weights, power=self.power)
             self.rule = dataclasses.replace(self.rule, weights=weights)
-        self.has_importance = bool(self.gated) or (
-            config.rule == "softmax" and config.diff == "none"
-        )
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
         self.skip_dead = True  # the kernels skip tiles without weights; False to measure the gain
@@ -1020,6 +1017,11 @@ class Attention(Layer):
         seen = visible(i, torch.zeros_like(n, dtype=torch.long), mask)
         log_weight = -F.relu(r[..., 0] - s)  # rounding makes no weight larger than 1
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
+
+    @staticmethod
+    def has_importance(config):
+        """Of gates, and of the sink of one view of softmax."""
+        return config.gate != "none" or (config.rule == "softmax" and config.diff == "none")
 
     @staticmethod
     def obstacles(config, device):

@@ -458,7 +458,7 @@ class GPT(nn.Module):
         if cache and starts is not None:
             raise ValueError("a cache cannot continue packed documents: leave out `starts`")
         blocks = self.transformer.h
-        if importance and not all(block.attn.has_importance for block in blocks):
+        if importance and not all(b.attn.has_importance(b.attn.config) for b in blocks):
             raise ValueError(
                 f"--attn={self.config.attn} does not measure the importance of its heads: only a "
                 "gate, or the sink of one view of softmax, has one"

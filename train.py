@@ -42,16 +42,12 @@ from tqdm import tqdm
 
 import mixers
 from common import files
+from common.balance import check_balance, head_balance_loss
 from common.flags import Knobs, Parser, add_flags, fields_of, given_flags, knob, shown
 from common.machine import PEAK_TFLOPS, Machine, check_memory
-from common.runs import Run, as_base, made_by, read_run
-from data import tokens
-from evals.loss import mean_loss
-from evals.report import report
-from model import GPT, GPTConfig, check_size, hidden_width
-from common.balance import check_balance, head_balance_loss
 from common.presets import PRESETS, presets_and_recipes
 from common.resolve import default_out_dir, resolve_run
+from common.runs import Run, as_base, made_by, read_run
 from common.weights import (
     PROJECTIONS,
     gather,
@@ -63,6 +59,10 @@ from common.weights import (
     take_weights,
     train_only,
 )
+from data import tokens
+from evals.loss import mean_loss
+from evals.report import report
+from model import GPT, GPTConfig, check_size, hidden_width
 
 # -------------------------------------------------------------------------------------------- knobs
 

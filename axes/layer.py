@@ -96,7 +96,6 @@ class Layer(nn.Module):
     penalized, penalty = False, 0.0  # does the layer add a penalty to the loss? its value
     convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)
     fused_by = ()  # a mixer's own Triton functions, in the order of their calls
-    has_importance = False  # can it measure the importance of its heads?
     # Instruments set it: forward then calls hook(attend, q, k, v, x, table) in place of
     # attend(q, k, v, x, table). In decoding, layers of mixers/base.py add by name what their cache
     # holds, and a hook passes these arguments on
@@ -328,6 +327,11 @@ class Layer(nn.Module):
     def finish_step(self, machine):
         """The training loop calls this after every step. Some mixers update themselves from its
         tokens."""
+
+    @staticmethod
+    def has_importance(config):
+        """Can a layer with this config measure the importance of its heads?"""
+        return False
 
     @staticmethod
     def cannot_learn(config):

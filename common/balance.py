@@ -8,6 +8,7 @@ import math
 
 import torch
 
+import mixers
 from axes.rows import SINKS
 
 
@@ -46,18 +47,15 @@ def check_balance(knobs, config):
     """Raise ValueError if --head_balance is given without two heads to balance."""
     if not knobs.head_balance:
         return
-    # which heads have an importance: see Attention.importance_of_heads
     for layer in config.layer_configs:
-        if layer.mixer == "attention" and layer.gate != "none":
-            continue
-        if layer.mixer != "attention" or layer.rule != "softmax" or layer.diff != "none":
+        if not mixers.MIXERS[layer.mixer].has_importance(layer):
             raise ValueError(
                 "--head_balance balances gates, or sinks of one view of softmax, and "
                 f"--attn={layer.attn} has neither: choose such a recipe, or add --gate=head or "
                 "--gate=element"
             )
         hidden = layer.window and not layer.first or knobs.docs
-        if hidden and SINKS[layer.sink].extra_score is None:
+        if layer.gate == "none" and hidden and SINKS[layer.sink].extra_score is None:
             raise ValueError(
                 "--head_balance balances the sink on a sequence's first token, which is masked "
                 "with --docs or beyond --window: add --first=1, a --sink or a --gate, or leave "

@@ -7,9 +7,9 @@ from pathlib import Path
 import attention
 import mixers
 from common.flags import fields_of
+from common.presets import PRESETS
 from common.runs import read_run
 from model import GPTConfig
-from common.presets import PRESETS
 
 
 def resolve(sources, flags):

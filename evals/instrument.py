@@ -43,6 +43,7 @@ from axes.positions import POSITIONS
 from common import files
 from common.flags import Knobs, fields_of, knob
 from common.machine import Machine
+from common.resolve import resolve
 from common.runs import (
     flags_to_finish,
     load_weights,
@@ -55,7 +56,6 @@ from common.runs import (
 )
 from data import tokens
 from model import GPT, GPTConfig
-from common.resolve import resolve
 
 
 @dataclass

@@ -21,7 +21,6 @@ import attention
 import kernels
 import mixers
 from axes.layer import Cache
-from kernels import visible
 from common import files
 from common.flags import knob
 from common.machine import Machine
@@ -37,6 +36,7 @@ from evals.instrument import (
     window_batches,
 )
 from evals.kernels import time_kernels
+from kernels import visible
 from mixers.focus import Focus, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig

@@ -378,17 +378,10 @@ class StateRule(Choice):
     rope_positions: Callable | None = None  # positions, chunk -> others, by which RoPE rotates
 
 
-def chunk_inputs_delta(
-    layer,
-    q,  # (B, H or 1, T, D)
-    k,  # (B, H or 1, T, D)
-    v,  # (B, H, T, E)
-    forget,  # (B, H, T, 1 or D): logarithms
-    write,  # (B, H, T, 1)
-    x,  # (B, T, C)
-):
+def chunk_inputs_delta(layer, *inputs):
     """The inputs of `one_chunk`. The delta rule erases as much as it writes."""
-    return q, k, v * write, forget, write
+    *_, write, _ = inputs
+    return *chunk_inputs(layer, *inputs), write
 
 
 def with_skip(layer, o, q, v):

@@ -12,10 +12,10 @@ from layers import normal
 
 import train as train_script
 from common.runs import fingerprint, frozen, merged, read_weights
+from common.weights import num_trained, train_only
 from evals.instrument import load_run
 from model import GPT
 from pretrained import export
-from common.weights import num_trained, train_only
 
 SHORT = """
     --max_iters=8 --eval_interval=4 --log_interval=1 --eval_iters=1 --batch_size=4 --warmup_iters=2

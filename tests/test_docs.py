@@ -18,9 +18,9 @@ from layers import normal
 
 import attention
 from common.flags import fields_of, given_flags
+from common.resolve import resolve
 from evals.board import RECIPES
 from model import GPTConfig
-from common.resolve import resolve
 
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text(encoding="utf-8")

@@ -14,9 +14,9 @@ import train as train_script
 from axes.options import constants
 from common import files
 from common.flags import Parser, add_flags, given_flags
+from common.resolve import resolve_run
 from evals.instrument import model_config
 from model import GPTConfig
-from common.resolve import resolve_run
 
 
 def settled(*argv):

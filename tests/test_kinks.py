@@ -15,8 +15,8 @@ from conftest import DEVICE, needs_triton
 import attention
 import kernels
 from axes import queries_keys, rows
-from mixers import focus
 from common.balance import imbalance
+from mixers import focus
 
 # numpy warns about scores of masked keys
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -9,11 +9,11 @@ from bounds import close, dice
 from conftest import examples, tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers import in_every_layer, token_ids
 
-from kernels import Mask, visible
 from evals.heads import compared, correlation, summary, variation
 from evals.measures import Probe
-from layers import in_every_layer, token_ids
+from kernels import Mask, visible
 from model import GPT
 
 

@@ -38,12 +38,11 @@ from hypothesis import strategies as st
 import kernels
 import mixers
 import train as train_script
-from common import files
+from common import balance, files
 from common.flags import fields_of
 from data import coders, tokens
 from evals import show
 from model import GPT, GPTConfig
-from common import balance
 
 
 def train(out, flags="", data=None):
