@@ -145,8 +145,10 @@ def config_from(theirs):
     family = FAMILIES[kind]
     usual = FOREIGN | type(theirs)().to_dict()
     carried = {*family.fields.values(), "rope_parameters"}
-    for key in values.keys() - carried - WITHOUT_EFFECT:
-        value, right = values[key], usual.get(key)
+    for key, value in values.items():  # those of the file before those that follow from them
+        if key in carried | WITHOUT_EFFECT:
+            continue
+        right = usual.get(key)
         if key == "layer_types" and right:  # one entry a layer
             value, right = {*value}, {*right}
         if value != right:
