@@ -887,11 +887,13 @@ class Attention(Layer):
         need_r = self.need_r or (importance is not None and not self.gated)
         dropout = self.dropout if self.training else 0.0
 
-        # by Triton if every position is a row (not while decoding), by torch's softmax, or by the
-        # block loop
-        kernel = self.kernels.get(q.device.type) or self.kernel_on(q.device.type)
+        # by a kernel if every position is a row (not while decoding), by torch's softmax, or by
+        # the block loop
+        kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
-        if kernel == "triton" and whole and not dropout:
+        if kernel == "cpp" and not (whole and q.dtype == torch.float32):
+            kernel = "sdpa" if self.plain(self.config) else "torch"
+        if kernel in ("triton", "cpp") and whole and not dropout:
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r)
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
@@ -941,9 +943,10 @@ class Attention(Layer):
         mix,  # lambda of the second view, or None
         need_r,
     ):
-        """By the rule's Triton kernel: what `combined` returns, (B, heads, T, E), and the statistic
-        or None. One call computes and subtracts both views, if the rule does not normalise, nothing
+        """By the rule's kernel: what `combined` returns, (B, heads, T, E), and the statistic or
+        None. One call computes and subtracts both views, if the rule does not normalise, nothing
         needs the sum of a row, and a tile can hold both."""
+        cpp = self.kernel_on(q.device.type) == "cpp"
         run = partial(
             kernels.attend,
             q=q,
@@ -955,14 +958,14 @@ class Attention(Layer):
             first=mask.first,
             skip=self.skip_dead,
             starts=mask.starts,
+            cpp=cpp,
         )
         t = None if t is None else t.squeeze(-1)  # (B, H, T)
         if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
         run = partial(run, self.config.rule, t=t, power=self.power)
         per_row = self.rule.normalizes or self.divisor or need_r
-        one_call = mix is not None and not per_row and kernels.holds_two_views(q, v)
-        if one_call:
+        if mix is not None and not per_row and (cpp or kernels.holds_two_views(q, v)):
             return run(mix=mix.squeeze(-1) if mix.dim() else mix)
         o, r = run(row_sum=need_r and not self.rule.normalizes)
         r = None if r is None else r[..., None]
@@ -1030,18 +1033,47 @@ class Attention(Layer):
         widest = max(width for _, width in shapes)
         if config.first and choices["pos"].rotates:  # see Streaming
             widest = max(widest, 2 * config.head_width)
-        yield "triton", config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
-        yield "triton", config.dropout > 0, "the kernels have no attention dropout"
+        for kernel in ("triton", "cpp"):
+            yield kernel, config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
+            yield kernel, config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
-        plain = (
+        yield "cpp", device != "cpu", "it computes on a CPU"
+        if config.kernel in ("auto", "cpp") and device == "cpu" and not config.dropout:
+            for rule, views in Attention.rules_in_cpp(config):
+                reason = kernels.why_not_cpp(rule, views)  # builds it
+                yield "cpp", reason, reason
+        reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
+        yield "sdpa", not Attention.plain(config), reason
+
+    @staticmethod
+    def rules_in_cpp(config):
+        """What `fused` asks of kernels.cpp: pairs (name of a rule, number of views in one call)."""
+        choices = options.chosen(config, AXES)
+        rule, normalizer = choices["rule"], choices["normalize"]
+        if config.rule not in kernels.KERNELS:
+            return
+        if rule.threshold_of:
+            yield f"{rule.threshold_of}_sum", 1
+        power = rule.power(options.constants(config, AXES)) if rule.power else None
+        name = config.rule
+        if rule.power and power is None:
+            name = kernels.KERNELS[name].with_t
+        need_r = choices["sink"].extra_score or normalizer.needs_sum
+        one_call = choices["diff"].mix and not (rule.normalizes or normalizer.divisor or need_r)
+        row_sum = bool(need_r and not rule.normalizes)
+        yield kernels.full_name(name, row_sum, power), 2 if one_call else 1
+
+    @staticmethod
+    def plain(config):
+        """Is it softmax that torch's own fused kernel can compute?"""
+        choices = options.chosen(config, AXES)
+        return (
             config.rule == "softmax"
             and config.diff == "none"
             and not config.window
             and choices["sink"].extra_score is None
             and not choices["pos"].bias
         )
-        reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
-        yield "sdpa", not plain, reason
 
 
 class Streaming(Attention):

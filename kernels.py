@@ -44,6 +44,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from common import cpp as in_cpp
+
 try:
     import triton
     import triton.language as tl
@@ -317,6 +319,12 @@ def offer(kernels):
         KERNELS[name] = kernel
         if kernel.settle is None:
             KERNELS[f"{name}_sum"] = kernel._replace(settle=sum_settle, plain_sum=True)
+
+
+def kernel_of(rule):
+    """The Kernel of a rule by name, which may end in its power, as in "tra:3.0"."""
+    name, _, power = rule.partition(":")
+    return KERNELS[name]._replace(power=float(power)) if power else KERNELS[name]
 
 
 @jit
@@ -1188,8 +1196,8 @@ def backward_table(
     kernel: tl.constexpr,
 ):
     """The table's gradient. In all square tiles (m, m - b) of block diagonal b, equal entries have
-    equal distances. So one program adds these tiles up into one, which by_distance() reduces. Dead
-    tiles are visited as well: a table covers the distances at which keys matter, so few are
+    equal distances. So one program adds these tiles up into one, which table_of_tiles() reduces.
+    Dead tiles are visited as well: a table covers the distances at which keys matter, so few are
     dead."""
     b = tl.program_id(0) % diagonals
     head = head_of(inputs, tl.program_id(0) // diagonals)
@@ -1238,18 +1246,21 @@ class Call(NamedTuple):
     first: int
     learn: bool  # will there be a backward pass?
     skip: bool
+    cpp: bool  # by kernels.cpp, on a CPU
 
     @property
     def kernel(self):
         """The Kernel of the rule. Without a backward pass it saves neither U nor the map of live
         tiles."""
-        name, _, power = self.rule.partition(":")
-        kernel = KERNELS[name]
-        if power:
-            kernel = kernel._replace(power=float(power))
+        kernel = kernel_of(self.rule)
         return kernel._replace(
             save_u=kernel.save_u and self.learn, skip=kernel.skip and self.learn and self.skip
         )
+
+    @property
+    def library(self):
+        """kernels.cpp with this rule, compiled for one or two views."""
+        return in_cpp.library(kernel_of(self.rule), 1 if self.mix is None else 2)
 
     @property
     def heads(self):
@@ -1302,6 +1313,7 @@ def attend(
     mix=None,
     sets=None,
     starts=None,
+    cpp=False,
 ):
     """Causal attention by a rule of KERNELS: output (B, H, T, E), and the row statistic (B, H, T),
     or None without one.
@@ -1321,16 +1333,18 @@ def attend(
         sees no key is 0.
     starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts
         from there.
+    cpp: compute in float32 on a CPU, by kernels.cpp.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a
     statistic that is found by iteration.
     """
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        q, k, v = (part.to(torch.get_autocast_dtype(device)) for part in (q, k, v))
+        dtype = torch.float32 if cpp else torch.get_autocast_dtype(device)
+        q, k, v = (part.to(dtype) for part in (q, k, v))
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
     learn = torch.is_grad_enabled()
-    numbers = (scale, window, first, learn, skip)
+    numbers = (scale, window, first, learn, skip, cpp)
     call = Call(rule, q, k, v, t, table, tail, slope, mix, sets, starts, *numbers)
     for bad, why in problems(call, row_sum, power):
         if bad:
@@ -1343,8 +1357,10 @@ def attend(
         t = along_rows(q.new_zeros(()) if t is None else t, B, H, T)
     if table is not None and not table.shape[1]:
         table = None
+    if cpp and any(part is not None for part in (table, tail, slope)):
+        table, tail, slope = by_distance(T, table, tail, slope), None, None
     call = call._replace(
-        rule=rule + ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}"),
+        rule=full_name(rule, row_sum, power),
         t=t,
         table=None if table is None else table.float(),
         tail=None if tail is None else tail.float(),
@@ -1362,11 +1378,20 @@ def attend(
     return o, r.detach() if kernel.passes > 1 else r
 
 
+def full_name(rule, row_sum, power):
+    """The name of the rule with its row sum and its power, for kernel_of."""
+    return rule + ("_sum" if row_sum else "") + ("" if power is None else f":{float(power)}")
+
+
 def problems(call, row_sum, power):
     """Pairs (condition, error message). Each relies on those before it. PyTorch refuses what does
     not broadcast."""
     rule, q, k, v = call[:4]
-    yield from problems_anywhere(q, k, v)
+    if call.cpp:
+        single = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (q, k, v))
+        yield not single, "kernels.cpp computes in float32 on a CPU"
+    else:
+        yield from problems_anywhere(q, k, v)
     yield not call.scale > 0, f"scale must be positive, not {call.scale}: give q the sign"
     yield rule not in KERNELS, f"no kernel for the rule {rule!r}: choose one of {list(KERNELS)}"
     kernel = KERNELS[rule]
@@ -1412,10 +1437,10 @@ def problems(call, row_sum, power):
         ),
         f"sets must be (B, T) int64, as starts, with the B and T of q, {rows}",
     )
-    too_wide = max(a[3], c[3]) > 256
+    too_wide = not call.cpp and max(a[3], c[3]) > 256
     yield too_wide, "a tile holds heads of width 256 at most: use --kernel=torch"
     yield (
-        views == 2 and not holds_two_views(q, v),
+        views == 2 and not call.cpp and not holds_two_views(q, v),
         f"a tile holds two views of width 128 at most in float32: call {rule} once per view and "
         "subtract",
     )
@@ -1472,8 +1497,75 @@ def run_forward(*args):
     tiles, key tiles). What the rule does not need is empty."""
     call = Call(*args)
     o, r, u, alive = allocate_forward(*args)
-    launch(forward, call, (kernel_inputs(call), matrix(o), matrix(u), r, alive))
+    if call.cpp:
+        run_in_cpp("forward", call, o=o, r=r, u=u, alive=alive)
+    else:
+        launch(forward, call, (kernel_inputs(call), matrix(o), matrix(u), r, alive))
     return o, r, u, alive
+
+
+def run_in_cpp(function, call, table=None, **more):
+    """Run forward or backward of kernels.cpp. more: tensors by their names in its struct Call.
+    table: padded by BN zeros at both ends."""
+    (B, H, T, D), E = call.q.shape, call.v.shape[3]
+    tensors = {name: getattr(call, name) for name in ("q", "k", "v", "t", "mix", "sets")} | more
+    tensors["ends"] = ends = row_ends(call)
+    if call.table is not None:
+        tensors["table"] = F.pad(call.table, (IN_CPP[1], IN_CPP[1]))
+    in_cpp.run(
+        call.library,
+        function,
+        tensors,
+        B=B,
+        H=H,
+        heads=call.heads,
+        GK=H // call.k.shape[1],
+        GV=call.heads // call.v.shape[1],
+        G=call.shared,
+        T=T,
+        D=D,
+        E=E,
+        ends_batch=T if ends is not None and len(ends) > 1 else 0,
+        threads=torch.get_num_threads(),
+        scale=call.scale,
+    )
+
+
+def why_not_cpp(rule, views):
+    """The reason why kernels.cpp cannot compute a rule, by its full name, or None. Builds it."""
+    try:
+        in_cpp.library(kernel_of(rule), views)
+    except ValueError as e:
+        return str(e)
+
+
+def row_ends(call):
+    """(B or 1, T) int32: the first row beyond those that see a key. None: all later rows see it."""
+    if not call.has_window and call.starts is None:
+        return None
+    T = call.q.shape[2]
+    j = torch.arange(T, dtype=torch.int32)[None]
+    starts = torch.zeros_like(j) if call.starts is None else call.starts
+    ends = document_ends(starts)
+    if call.has_window:
+        ends = torch.where(j - starts < call.first, ends, ends.minimum(j + call.window))
+    return ends.contiguous()
+
+
+def document_ends(starts):
+    """The first row beyond the document of each key, from the first keys of documents (B, T)
+    int32."""
+    i = torch.arange(starts.shape[1], dtype=torch.int32, device=starts.device)
+    return torch.searchsorted(starts, i.expand_as(starts).contiguous(), right=True, out_int32=True)
+
+
+def by_distance(T, table=None, tail=None, slope=None):
+    """The bias at distances 0 .. T - 1, (H, T), of a Distance of axes/positions.py."""
+    part = next(part for part in (table, tail, slope) if part is not None)
+    b = part.new_zeros(len(part), 0) if table is None else table[:, :T]
+    tail = part.new_zeros(len(part)) if tail is None else tail
+    b = torch.cat([b, tail[:, None].expand(-1, T - b.shape[1])], -1)
+    return b if slope is None else b + slope[:, None] * torch.arange(T, device=part.device)
 
 
 @run_forward.register_fake
@@ -1522,11 +1614,6 @@ def kernel_inputs(call):
     def bias(part):
         return None if part is None else (part * call.kernel.unit).contiguous()
 
-    ends = None
-    if call.starts is not None:
-        i = torch.arange(T, dtype=torch.int32, device=call.q.device)
-        i = i.expand_as(call.starts).contiguous()
-        ends = torch.searchsorted(call.starts, i, right=True, out_int32=True)
     return Inputs(
         q=matrix(call.q, "q"),
         k=matrix(call.k, "k"),
@@ -1538,7 +1625,7 @@ def kernel_inputs(call):
         mix=None if call.mix is None else matrix(call.mix),
         sets=call.sets,
         starts=call.starts,
-        ends=ends,
+        ends=None if call.starts is None else document_ends(call.starts),
         H=H,
         GK=H // call.k.shape[1],
         GV=call.heads // call.v.shape[1],
@@ -1580,10 +1667,16 @@ def launch(function, call, args, diagonals=None):
 def run_backward(*args):
     *call, u, r, alive, do, dr = args
     call = Call(*call)
-    inputs = kernel_inputs(call)
-    do = matrix(do, "the output's gradient")
     grads = allocate_backward(*args)
     dq, dk, dv, dt, dtable, dtail, dslope, dmix = grads
+    if call.cpp:
+        of = Gradients(*grads)
+        gradients = {f"d{name}": part for name, part in of._asdict().items()}
+        dtable.zero_()  # it adds to this one
+        run_in_cpp("backward", call, u=u, r=r, alive=alive, d_o=do, dr=dr, **gradients)
+        return grads
+    inputs = kernel_inputs(call)
+    do = matrix(do, "the output's gradient")
     delta = torch.empty_like(r)
     of_rows = matrix(dq), dt, dtail, dslope, dmix, delta
     live = live_lists(alive, "backward_rows", call)
@@ -1606,16 +1699,18 @@ def allocate_backward(*args):
     def float32(part, *shape):
         return call.q.new_empty((0,) if part is None else shape, dtype=torch.float32)
 
-    n, diagonals = 0, 0
-    if call.table is not None:
+    sums = ()  # of the table's gradient
+    if call.cpp:
+        sums = count(T, IN_CPP[2]), T + 2 * IN_CPP[1]
+    elif call.table is not None:
         n, *_ = tile_config("backward_table", call)
-        diagonals = visible_diagonals(call, n)
+        sums = visible_diagonals(call, n), n, n
     return (
         rows_of_all_heads(call.q, H, D),
         rows_of_all_heads(call.q, H // call.shared, D),
         rows_of_all_heads(call.q, call.heads // call.shared, call.v.shape[-1]),
         float32(call.t, B, H, T),
-        float32(call.table, B, H, diagonals, n, n),
+        float32(call.table, B, H, *sums),
         float32(call.tail, B, H, T),
         float32(call.slope, B, H, T),
         float32(call.mix, B, H // 2, T),
@@ -1684,8 +1779,10 @@ def differentiate(ctx, do, dr, *_):
     }
     if call.t is not None:
         grads["t"] = of.t
-    if call.table is not None:
-        grads["table"] = by_distance(of.table.sum(0), call.table.shape[1])
+    if call.table is not None and call.cpp:
+        grads["table"] = of.table.sum((0, 2))[:, IN_CPP[1] : -IN_CPP[1]]
+    elif call.table is not None:
+        grads["table"] = table_of_tiles(of.table.sum(0), call.table.shape[1])
     if call.tail is not None:
         grads["tail"] = of.tail.sum((0, 2))
     if call.slope is not None:
@@ -1700,7 +1797,7 @@ def over_groups(grad, heads):
     return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
 
 
-def by_distance(tiles, W):
+def table_of_tiles(tiles, W):
     """(H, diagonals, n, n) sums of ds to (H, W). Entry (row, col) of tile b lies at distance b n +
     row - col."""
     H, diagonals, n, _ = tiles.shape
@@ -1734,6 +1831,7 @@ run_backward.register_autograd(refuse_second_derivative)
 # each other's work. (At width 256, in Triton 3.6 and at widths that are not a power of two, some
 # kernels spill.)
 
+IN_CPP = (32, 64, 512)  # BM, BN and KEYS of kernels.cpp
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
 # Keys: GPU generation (0: float32, on any), width, kind of call. A gap is filled by the next row.
 # Kinds: 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and
@@ -1782,6 +1880,8 @@ def generation(device):
 def tile_config(kernel, call):
     """(BM, BN, warps, stages) of a kernel in this call."""
     column = COLUMNS.index(kernel)
+    if call.cpp:
+        return *IN_CPP[:2], 0, 0
     if INTERPRETED:
         return SMALL[column]
     biased = any(part is not None for part in (call.table, call.tail, call.slope))

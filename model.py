@@ -196,10 +196,10 @@ class GPTConfig(Knobs):
     attn_args: str = knob("", "constants of the recipe as key=value,key=value")
     kernel: str = knob(
         "auto",
-        "code that computes attention: torch (the block loop in PyTorch), triton (its kernels; "
-        "the block loop while decoding), sdpa (torch's fused softmax); auto: the fastest that can "
-        "compute the recipe here",
-        ("auto", "torch", "triton", "sdpa"),
+        "code that computes attention: torch (the block loop in PyTorch); triton, or on a CPU "
+        "cpp (fused kernels; the block loop while decoding); sdpa (torch's fused softmax); auto: "
+        "the fastest that can compute the recipe here",
+        ("auto", "torch", "triton", "cpp", "sdpa"),
     )
     # the axes
     mixer: str | None = axis(

@@ -2,7 +2,6 @@
 follows the rule.
 """
 
-import contextlib
 from types import MethodType
 
 import torch
@@ -153,17 +152,14 @@ class Layer(nn.Module):
             for name, start in choice.learns(self).items():
                 self.add(name, start)
 
-        # which code computes it on a type of device
-        self.kernels = {}
-        for device in ("cpu", "cuda", "mps"):
-            # an explicit --kernel may be impossible there: `kernel_on` says so
-            with contextlib.suppress(ValueError):
-                self.kernels[device] = choose_kernel(config, device, self.obstacles)
+        self.kernels = {}  # {type of device: which code computes the layer there}
 
     def kernel_on(self, device):
         """The code that computes the layer on this type of device: see choose_kernel, which raises
-        ValueError if there is none."""
-        return self.kernels.get(device) or choose_kernel(self.config, device, self.obstacles)
+        ValueError if there is none. Chosen when it is first needed: it may have to be built."""
+        if device not in self.kernels:
+            self.kernels[device] = choose_kernel(self.config, device, self.obstacles)
+        return self.kernels[device]
 
     def bind(self, axis, *names):
         """Make functions of the axis' value, whose first argument is a layer, methods of this
@@ -310,6 +306,7 @@ class Layer(nn.Module):
         """Triples (kernel, condition under which it cannot run on this device, reason). By default
         only PyTorch can."""
         yield "triton", True, f"mixer {config.mixer} has no kernel"
+        yield "cpp", True, f"mixer {config.mixer} has no kernel"
         yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
     def flops_per_token(self):
@@ -348,16 +345,22 @@ def triton_obstacles(config, device, widest):
 
 
 def choose_kernel(config, device, obstacles):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton", "sdpa" (torch's own
-    fused softmax) or "torch" (the block loop). auto is the first of these that has no obstacle.
-    obstacles: those of its mixer. Raises ValueError if an explicit --kernel cannot compute the
-    recipe."""
+    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton"; "cpp" (the same
+    kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or "torch" (the block loop).
+    auto is the first of these that has no obstacle. obstacles: those of its mixer. Raises
+    ValueError if an explicit --kernel cannot compute the recipe."""
+    cannot = obstacles_by_kernel(config, device, obstacles)
+    if config.kernel == "auto":
+        return next(name for name in ("triton", "cpp", "sdpa", "torch") if name not in cannot)
+    if config.kernel in cannot:
+        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
+    return config.kernel
+
+
+def obstacles_by_kernel(config, device, obstacles):
+    """{kernel: the first reason why it cannot compute the recipe on this device}."""
     cannot = {}
     for kernel, holds, reason in obstacles(config, device):
         if holds:
             cannot.setdefault(kernel, reason)
-    if config.kernel == "auto":
-        return next(kernel for kernel in ("triton", "sdpa", "torch") if kernel not in cannot)
-    if config.kernel in cannot:
-        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
-    return config.kernel
+    return cannot

@@ -20,7 +20,8 @@ from kernels import wide
 
 def unit_length(layer, x):
     """x / |x|. The norm has no weights, so it may come after RoPE. As in TRA and LSSAR."""
-    return F.normalize(wide(x), dim=-1, eps=1e-6).to(x.dtype)
+    y = wide(x)  # F.normalize takes twice the time on a CPU
+    return (y * y.square().sum(-1, keepdim=True).clamp(min=1e-12).rsqrt()).to(x.dtype)
 
 
 def unit_square(layer, x):

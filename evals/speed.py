@@ -117,14 +117,18 @@ def command(args, run):
 def time_training(args, machine, lengths, numbers):
     """Training steps of whole models, their attention alone, and its memory. Every length has the
     same number of tokens in a step."""
-    # first softmax in two ways, to which the others are compared: torch's own fused kernel, and
-    # the block loop, which computes recipes without a kernel
-    cases = {"softmax (sdpa)": ("softmax", "sdpa"), "softmax (torch)": ("softmax", "torch")}
-    cases |= {name: (name, "auto") for name in recipe_names(args.attn) if name != "softmax"}
+    # first nanoGPT's model, to which the others are compared; softmax by torch's own fused kernel
+    # and by the block loop, which computes recipes without a kernel
+    cases = {
+        "nanoGPT": {"attn": "softmax", "kernel": "sdpa", "pos": "learned"},
+        "softmax (sdpa)": {"attn": "softmax", "kernel": "sdpa"},
+        "softmax (torch)": {"attn": "softmax", "kernel": "torch"},
+    }
+    cases |= {name: {"attn": name} for name in recipe_names(args.attn)}
     numbers |= {"lengths": {}, "memory_mb": {name: {} for name in cases}}
     for T in lengths:
         batch = max(1, (args.tokens or 2048) // T)
-        models = {name: make_model(*case, T, args, machine) for name, case in cases.items()}
+        models = {name: make_model(case, T, args, machine) for name, case in cases.items()}
         numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
         yield (
             f"T={T}, {batch} sequences: training steps, and the speed relative to the first row of "
@@ -134,7 +138,7 @@ def time_training(args, machine, lengths, numbers):
     memory = numbers["memory_mb"]
     for name, case in cases.items():
         for T in lengths:  # the model exists before the count begins
-            call = attention_call(make_model(*case, T, args, machine), machine, 1)
+            call = attention_call(make_model(case, T, args, machine), machine, 1)
             memory[name][T] = machine.peak_memory(call) / 2**20
     if lengths:
         yield (
@@ -159,15 +163,16 @@ def time_models(models, machine, batch, repeats):
             if way == "step":
                 speed = batch * model.config.block_size / seconds[name]
                 rows[name]["tokens_per_s"] = round(speed)
-            rows[name][way] = seconds["softmax (sdpa)"] / seconds[name]
+            rows[name][way] = seconds["nanoGPT"] / seconds[name]
+    for name, model in models.items():
+        rows[name]["kernel"] = mixers.choose_kernel(model.config, machine.device.type)
     return rows
 
 
-def make_model(attn, kernel, T, args, machine):
+def make_model(case, T, args, machine):
     return GPT(
         GPTConfig(
-            attn=attn,
-            kernel=kernel,
+            **case,
             block_size=T,
             vocab_size=args.vocab_size,
             n_layer=args.n_layer,

@@ -135,10 +135,10 @@ def check_packs(config):
 
 
 def choose_kernel(config, device, importance=False):
-    """Which code computes a recipe on a device: "triton", "sdpa" or "torch"; with --layers perhaps
-    "torch and sdpa". importance: whether head importance is measured. Without a gate this takes a
-    row's log-sum-exp, which sdpa does not return. Raises ValueError if an explicit --kernel cannot
-    run."""
+    """Which code computes a recipe on a device: "triton", "cpp", "sdpa" or "torch"; with --layers
+    perhaps "torch and sdpa". If auto passes cpp over on a CPU, the reason follows. importance:
+    whether head importance is measured. Without a gate this takes a row's log-sum-exp, which sdpa
+    does not return. Raises ValueError if an explicit --kernel cannot run."""
     found = []
     for one in config.layer_configs:
         kernel = layer.choose_kernel(one, device, MIXERS[one.mixer].obstacles)
@@ -149,5 +149,8 @@ def choose_kernel(config, device, importance=False):
                     "torch's fused softmax does not return; use auto or torch"
                 )
             kernel = "torch"
+        if device == "cpu" and config.kernel == "auto" and kernel != "cpp":
+            cannot = layer.obstacles_by_kernel(one, device, MIXERS[one.mixer].obstacles)
+            kernel += f" (not cpp: {cannot['cpp']})"
         found.append(kernel)
     return " and ".join(dict.fromkeys(found))

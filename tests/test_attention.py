@@ -248,13 +248,15 @@ def test_recomputed_blocks_draw_the_same_dropout(choices, monkeypatch):
     close(*found, terms=T)
 
 
-def test_auto_chooses_triton_on_cuda_unless_there_is_dropout_and_elsewhere_sdpa_for_plain_softmax(
+def test_auto_chooses_a_kernel_unless_there_is_dropout_and_then_sdpa_for_plain_softmax(
     monkeypatch,
 ):
     monkeypatch.setattr(kernels, "AVAILABLE", True)
     for device, attn, dropout, found in (
-        ("cpu", "softmax", 0.0, "sdpa"),
-        ("cpu", "elastic", 0.0, "torch"),
+        ("cpu", "softmax", 0.0, "cpp"),
+        ("cpu", "elastic", 0.0, "cpp"),
+        ("cpu", "elastic", 0.1, "torch"),
+        ("cpu", "softmax", 0.1, "sdpa"),
         ("cuda", "softmax", 0.0, "triton"),
         ("cuda", "elastic", 0.1, "torch"),
         ("cuda", "softmax", 0.1, "sdpa"),

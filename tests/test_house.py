@@ -78,10 +78,10 @@ def test_common_comes_before_torch_as_it_sets_how_threads_wait(script):
 
 def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_and_flags():
     """data/ and a part of common/ are below the model: a data set is made, and a file written,
-    without it. kernels.py can be read alone."""
+    without it. kernels.py needs no more than common/cpp.py."""
     # {module: what it may import of other rooms}
-    below = {f"common.{name}": set() for name in ("files", "flags", "machine", "runs")}
-    below |= {"kernels": set(), "data": {"common.files", "common.flags"}}
+    below = {f"common.{name}": set() for name in ("cpp", "files", "flags", "machine", "runs")}
+    below |= {"kernels": {"common.cpp"}, "data": {"common.files", "common.flags"}}
     for module, targets in IMPORTS.items():
         assert not targets & {"train", "eval"}, module
         assert ("triton" in map(room, imported(FILES[module]))) == (module == "kernels"), module
@@ -92,15 +92,15 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {
-    "": 30_950,
-    "axes": 8_100,
-    "mixers": 22_800,
-    "common": 9_650,
+    "": 32_150,
+    "axes": 8_150,
+    "mixers": 22_850,
+    "common": 11_250,
     "data": 8_000,
     "docs": 1_100,
     "pretrained": 5_350,
     "evals": 42_100,
-    "tests": 89_900,
+    "tests": 91_500,
 }
 LAYOUT = {
     tokenize.NL,

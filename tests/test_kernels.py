@@ -271,7 +271,7 @@ def roots_of_squares(terms, x):
     return {name: square.mean().sqrt().item() for name, square in squares.items()}
 
 
-def compare(rule, x, options):
+def compare(rule, x, options, cpp=False):
     """Check outputs and gradients: RMS(kernel - float64) <= 8 RMS(eager in the same dtype -
     float64) + rounding errors. The 8 is chosen: among thousands of drawn calls, eager is lucky in
     some."""
@@ -280,7 +280,8 @@ def compare(rule, x, options):
     dtype = x["q"].dtype
     o = (B, H // 2 if "mix" in x else H, *x["v"].shape[2:])
     upstream = [torch.randn(o, device=DEVICE).to(dtype), torch.randn(o[:3], device=DEVICE)]
-    kernel = outputs_and_gradients(kernels.attend, rule, x, options, upstream)
+    attend = partial(kernels.attend, cpp=cpp)
+    kernel = outputs_and_gradients(attend, rule, x, options, upstream)
     eager, eager_terms = dense_gradients(rule, x, options, upstream)
     exact, terms = dense_gradients(rule, x, options, upstream, torch.float64)
     assert kernel.keys() == eager.keys() == exact.keys()
@@ -407,7 +408,7 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-def check(rule, call, draws):
+def check(rule, call, draws, cpp=False):
     """The kernels of one call. t and mix broadcast, the power is a constant or a row input, tokens
     share sets."""
     about = kernels.KERNELS[rule]
@@ -435,7 +436,7 @@ def check(rule, call, draws):
             exact = {name: part.double() for name, part in x.items()} | {"t": None, "v": eye}
             p, _ = reference.attend_by_rule("softmax", **exact, **options)
             assume(((p / x["t"][..., None] - 1).abs() > 2**-17).all())
-        compare(rule, x, options)
+        compare(rule, x, options, cpp)
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,15 @@ def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed
         "--memory=256,2048",
     )
     for rows in found["lengths"].values():
-        assert set(rows) == {"softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
+        names = {"nanoGPT", "softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
+        assert set(rows) == names
         assert all(
             row[name] > 0
             for row in rows.values()
             for name in ("tokens_per_s", "step", "forward", "both")
         )
-    assert found["lengths"]["32"]["softmax (sdpa)"]["step"] == 1
+    assert found["lengths"]["32"]["nanoGPT"]["step"] == 1
+    assert found["lengths"]["32"]["elastic"]["kernel"] == "cpp"
     for row in found["memory_mb"].values():
         below(row["2048"], 20 * row["256"])
         below(2 * row["256"], row["2048"])

@@ -13,6 +13,7 @@ from conftest import assert_says, complain, examples, meta, train_here, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kernels
 from common import files
 from common.runs import write_converted
 from data import coders
@@ -84,6 +85,7 @@ def in_float64():
         with (
             mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+            mock.patch.object(kernels, "why_not_cpp", return_value="it computes in float32"),
         ):
             torch.set_default_dtype(torch.float64)
             yield

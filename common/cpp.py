@@ -1,0 +1,292 @@
+"""A rule's Triton functions as C++, compiled into the walk of kernels.cpp.
+
+A function of one tile, such as softmax_weigh, is called once with names in place of numbers. Each
+operation on a name writes a line of C++, so the rule is written once. The compiler is g++ or
+clang++. A library is built once for each rule, compiler and processor, in about three seconds, and
+kept in a private folder.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import types
+from functools import cache
+from pathlib import Path
+
+# ------------------------------------------------------------------------------ a function in C++
+
+
+class Name:
+    """A vector of floats, or a mask, in C++. Arithmetic with it writes a line into `lines`, and
+    returns the name of the result."""
+
+    lines = []
+
+    def __init__(self, code):
+        self.code = code
+
+    def __neg__(self):
+        return written("-{}", self)
+
+    def __bool__(self):
+        raise TypeError("it branches on a number of the tile")
+
+
+def written(text, *operands, kind="V"):
+    """Write a line that computes `text` of the operands. Returns its name."""
+    name = f"x{len(Name.lines)}"
+    Name.lines.append(f"const {kind} {name} = {text.format(*map(code_of, operands))};")
+    return Name(name)
+
+
+def code_of(x):
+    """A name, or a constant in every lane."""
+    if isinstance(x, Name):
+        return x.code
+    number = float(getattr(x, "value", x))  # .value: of a tl.constexpr
+    return f"all({number!r}f)".replace("inff", "INFINITY")
+
+
+def operator(sign, kind="V"):
+    return lambda a, b: written(f"{{}} {sign} {{}}", a, b, kind=kind)
+
+
+for name, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items():
+    forwards = operator(sign)
+    setattr(Name, f"__{name}__", forwards)
+    setattr(Name, f"__r{name}__", lambda a, b, forwards=forwards: forwards(b, a))
+for name, sign in {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "and": "&", "or": "|"}.items():
+    setattr(Name, f"__{name}__", operator(sign, "M"))
+
+
+def function(text):
+    return lambda *operands: written(text, *operands)
+
+
+LANGUAGE = types.SimpleNamespace(  # what rules may use of triton.language
+    exp2=function("exp2({})"),
+    log2=function("log2({})"),
+    exp=function("exp2({} * 1.442695041f)"),
+    log=function("log2({}) * 0.693147181f"),
+    abs=function("abs({})"),
+    where=function("where({}, {}, {})"),
+    maximum=function("max({}, {})"),
+    minimum=function("min({}, {})"),
+    constexpr=lambda x: x,
+)
+
+
+def in_python(x, made):
+    """A Triton function as an ordinary function that calls LANGUAGE, and so are those that it
+    calls; anything else as it is. made: {function: its copy}, because some call themselves."""
+    f = getattr(x, "fn", x)
+    if not isinstance(f, types.FunctionType):
+        return x
+    if f not in made:
+        scope = {"__builtins__": __builtins__}
+        made[f] = types.FunctionType(f.__code__, scope, f.__name__)
+        for name in f.__code__.co_names:
+            if name in f.__globals__:
+                scope[name] = LANGUAGE if name == "tl" else in_python(f.__globals__[name], made)
+    return made[f]
+
+
+def in_cpp(head, f, names, outputs, **constants):
+    """The C++ function `head`, which assigns f of the variables `names` to `outputs`."""
+    Name.lines = []
+    results = in_python(f, {})(**{name: Name(name) for name in names.split()}, **constants)
+    if not isinstance(results, tuple):
+        results = (results,)
+    lines = [f"{to} {code_of(x)};" for to, x in zip(outputs, results, strict=True)]
+    return "\n    ".join([f"{head} {{", *Name.lines, *lines]) + "\n}\n"
+
+
+def rule_in_cpp(kernel, views):
+    """The functions and constants of a Kernel. Raises what Python raises where a function does
+    something that cannot be translated."""
+    floats = {"UNIT": kernel.unit, "FLOOR": kernel.floor}
+    numbers = {
+        "VIEWS": views,
+        "ONLINE": kernel.online,
+        "PASSES": kernel.passes,
+        "SETTLES": kernel.settle is not None,
+        "PLAIN_SUM": kernel.plain_sum,
+        "SAVE_U": kernel.save_u,
+        "SKIP": kernel.skip,
+    }
+    parts = [f"constexpr float {name} = {value!r}f;\n" for name, value in floats.items()]
+    parts += [f"constexpr int {name} = {int(value)};\n" for name, value in numbers.items()]
+    parts.append(
+        in_cpp(
+            "static inline V lift(V s, V t)",
+            kernel.lift or (lambda s, t, power: s),
+            "s t",
+            ["return"],
+            power=kernel.power,
+        )
+    )
+    parts.append(
+        in_cpp(
+            "static inline void weigh(V s, V r, V t, V& w, V& z, V& u)",
+            kernel.weigh,
+            "s r t",
+            ["w =", "z =", "u ="],
+            power=kernel.power,
+        )
+    )
+    parts.append(
+        in_cpp(
+            "static inline void slope(V s, V r, V t, V g, V delta, V& ds, V& dt)",
+            kernel.slope,
+            "s r t g delta",
+            ["ds =", "dt ="],
+            power=kernel.power,
+        )
+    )
+    parts.append("template <bool FIRST> V settle(V r, V t, V sum_w, V sum_z);\n")
+    for first in ("true", "false"):
+        parts.append(
+            in_cpp(
+                f"template <> inline V settle<{first}>(V r, V t, V sum_w, V sum_z)",
+                kernel.settle or (lambda r, t, power, sum_w, sum_z, FIRST: r),
+                "r t sum_w sum_z",
+                ["return"],
+                power=kernel.power,
+                FIRST=first == "true",
+            )
+        )
+    return "".join(parts)
+
+
+# ------------------------------------------------------------------------------------ the compiler
+
+FLAGS = "-O3 -std=c++17 -fPIC -fno-math-errno -fno-trapping-math -w".split()
+# With OpenMP the library uses the threads of torch, whose runtime is in the process already, so it
+# is not linked. Apple's clang has no OpenMP: one thread
+ATTEMPTS = (["-march=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"])
+
+
+def library(kernel, views=1):
+    """The walk of a Kernel, for one or two views: a library with the functions forward(Call*) and
+    backward(Call*). Raises ValueError that says in one line why there is none."""
+    found = library_or_reason(kernel, views)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+@cache
+def library_or_reason(kernel, views):
+    try:
+        rule = rule_in_cpp(kernel, views)
+    except Exception as e:
+        return f"a function of the rule cannot be written in C++: {e}"
+    compiler = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
+    if compiler is None:
+        return "there is no compiler: install g++ or clang++"
+    reason = ""
+    for flags in ATTEMPTS:
+        try:
+            walk = (Path(__file__).parent.parent / "kernels.cpp").read_text(encoding="utf-8")
+            return built(walk.replace("// RULE", rule), [compiler, *FLAGS, *flags])
+        except (OSError, subprocess.SubprocessError) as e:
+            said = getattr(e, "stderr", None) or str(e)
+            errors = [line for line in said.splitlines() if "error" in line]
+            reason = reason or [*errors, said][0]
+    return f"{compiler} failed: {reason}"
+
+
+def built(source, command):
+    """The library that a compiler makes of the source: loaded, if an earlier process has built it.
+
+    Several processes may build it at once: each has files of its own, and renames the result."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+    what = "\n".join([source, *command, version, processor()])
+    file = folder() / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}.so"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as own:
+            text, part, whole = (str(Path(own) / name) for name in ("a.cpp", "a.o", "a.so"))
+            Path(text).write_text(source, encoding="utf-8")
+            for step in (["-c", text, "-o", part], ["-shared", part, "-o", whole]):
+                argv = [*command, *step] if "-c" in step else [command[0], *step]
+                subprocess.run(argv, check=True, capture_output=True, text=True)
+            os.replace(whole, file)
+    return ctypes.CDLL(str(file))
+
+
+def processor():
+    """What -march=native depends on: a home folder may serve several machines."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return f"{platform.machine()} {platform.processor()}"
+    first = info.read_text().split("\n\n")[0].splitlines()
+    return "\n".join(line for line in first if line.startswith(("model name", "flags", "Features")))
+
+
+@cache
+def folder():
+    """The platform's cache folder for us, or if that cannot be used, one for temporary files. It
+    must be ours alone: a library that others can write is not loaded. Raises OSError if neither
+    can."""
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    if platform.system() == "Darwin":
+        cache_home = "~/Library/Caches"
+    usual = Path(cache_home).expanduser() / "nanoattention"
+    temporary = Path(tempfile.gettempdir()) / f"nanoattention-{os.getuid()}"
+    for path in (usual, temporary):
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            about = path.lstat()
+        except OSError:
+            continue
+        private = stat.S_ISDIR(about.st_mode) and not about.st_mode & 0o022
+        if private and about.st_uid == os.getuid() and os.access(path, os.W_OK):
+            return path
+    raise OSError(f"neither {usual} nor {temporary} is a folder that you alone can write")
+
+
+# ---------------------------------------------------------------------------------------- a call
+
+
+class Matrix(ctypes.Structure):
+    """As in kernels.cpp."""
+
+    _fields_ = [("at", ctypes.c_void_p)] + [
+        (name, ctypes.c_long) for name in ("batch", "head", "row")
+    ]
+
+
+MATRICES = "q k v t mix r o u d_o dr dq dk dv dt dmix".split()
+POINTERS = "table dtable ends sets alive".split()
+NUMBERS = "B H heads GK GV G T D E ends_batch threads".split()
+
+
+class Call(ctypes.Structure):
+    """As in kernels.cpp."""
+
+    _fields_ = [
+        *((name, Matrix) for name in MATRICES),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_long) for name in NUMBERS),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def run(library, function, tensors, **numbers):
+    """Call a function of a library. tensors: by name, float32 but for `ends` and `alive`; None or
+    an empty one: absent."""
+    call, kept = Call(**numbers), []
+    for name, x in tensors.items():
+        if x is None or not x.numel():
+            continue
+        if x.ndim == 4 and x.stride(3) != 1:
+            x = x.contiguous()
+        kept.append(x)  # until the call returns
+        at = x.data_ptr()
+        setattr(call, name, Matrix(at, *x.stride()[:3]) if name in MATRICES else at)
+    getattr(library, function)(ctypes.byref(call))
