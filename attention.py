@@ -891,7 +891,7 @@ class Attention(Layer):
         # the block loop
         kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
-        if kernel == "cpp" and not (whole and q.dtype == torch.float32):
+        if kernel == "cpp" and (not whole or q.dtype == torch.float64):
             kernel = "sdpa" if self.plain(self.config) else "torch"
         if kernel in ("triton", "cpp") and whole and not dropout:
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r)
@@ -1038,6 +1038,8 @@ class Attention(Layer):
             yield kernel, config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
         yield "cpp", device != "cpu", "it computes on a CPU"
+        low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
+        yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
         if config.kernel in ("auto", "cpp") and device == "cpu" and not config.dropout:
             for rule, views in Attention.rules_in_cpp(config):
                 reason = kernels.why_not_cpp(rule, views)  # builds it

@@ -307,9 +307,10 @@ class Training:
                 f"the data set {knobs.dataset} has changed since "
                 f"{Path(knobs.out_dir)} began: make it as it was, or start a new run"
             )
-        self.kernel = mixers.choose_kernel(  # raises if it is not there
-            config, machine.device.type, importance=knobs.head_balance > 0
-        )
+        with machine.autocast():
+            self.kernel = mixers.choose_kernel(  # raises if it is not there
+                config, machine.device.type, importance=knobs.head_balance > 0
+            )
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val", knobs.docs)

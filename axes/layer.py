@@ -152,14 +152,15 @@ class Layer(nn.Module):
             for name, start in choice.learns(self).items():
                 self.add(name, start)
 
-        self.kernels = {}  # {type of device: which code computes the layer there}
+        self.kernels = {}  # {(type of device, autocast): which code computes the layer there}
 
     def kernel_on(self, device):
         """The code that computes the layer on this type of device: see choose_kernel, which raises
         ValueError if there is none. Chosen when it is first needed: it may have to be built."""
-        if device not in self.kernels:
-            self.kernels[device] = choose_kernel(self.config, device, self.obstacles)
-        return self.kernels[device]
+        key = device, torch.is_autocast_enabled(device)
+        if key not in self.kernels:
+            self.kernels[key] = choose_kernel(self.config, device, self.obstacles)
+        return self.kernels[key]
 
     def bind(self, axis, *names):
         """Make functions of the axis' value, whose first argument is a layer, methods of this
@@ -345,10 +346,10 @@ def triton_obstacles(config, device, widest):
 
 
 def choose_kernel(config, device, obstacles):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton"; "cpp" (the same
-    kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or "torch" (the block loop).
-    auto is the first of these that has no obstacle. obstacles: those of its mixer. Raises
-    ValueError if an explicit --kernel cannot compute the recipe."""
+    """Which code computes a recipe on a device ("cuda", "cpu", ...) in this context of autocast:
+    "triton"; "cpp" (the same kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or
+    "torch" (the block loop). auto is the first of these that has no obstacle. obstacles: those of
+    its mixer. Raises ValueError if an explicit --kernel cannot compute the recipe."""
     cannot = obstacles_by_kernel(config, device, obstacles)
     if config.kernel == "auto":
         return next(name for name in ("triton", "cpp", "sdpa", "torch") if name not in cannot)

@@ -165,7 +165,8 @@ def time_models(models, machine, batch, repeats):
                 rows[name]["tokens_per_s"] = round(speed)
             rows[name][way] = seconds["nanoGPT"] / seconds[name]
     for name, model in models.items():
-        rows[name]["kernel"] = mixers.choose_kernel(model.config, machine.device.type)
+        with machine.autocast():
+            rows[name]["kernel"] = mixers.choose_kernel(model.config, machine.device.type)
     return rows
 
 
