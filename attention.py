@@ -10,8 +10,8 @@ of the score s_ij, a statistic r_i of the row (such as the log-sum-exp of its sc
 input t_i (such as a threshold). Each rule has one card below: its formula, its definition in
 PyTorch, the same in Triton, and its row in RULES. A recipe, such as --attn=elastic, is an entry of
 ATTENTIONS: a rule and a choice on each axis around it (see axes/). `Attention.forward` and
-`Attention.attend` go from x to y. kernels.py computes any rule block by block, so its memory is
-linear in T.
+`Attention.attend` go from x to y. kernels.py and kernels.cpp compute any rule block by block, so
+their memory is linear in T.
 
 Shapes: B batch, H score heads, T keys, R query rows (the last R of the T positions), D width of q
 and k, E width of v, C = n_embd. q (B, H, R, D), k (B, Hk, T, D), v (B, Hv, T, E): Hk and Hv divide
@@ -72,6 +72,7 @@ from kernels import (
 # For softmax w, z and u are the same. For elastic z is p, and u is p above the threshold. s and r
 # are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware
 # computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both read alike.
+# On a CPU the same functions are translated to C++: see common/cpp.py.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -84,7 +85,7 @@ class Rule(Choice):
     # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
     row_input: Callable | None = None
     power: Callable | None = None  # args -> the constant power of rules that have one
-    # the same rule in Triton; None: the block loop computes it everywhere
+    # the same rule in Triton, and on CPUs in C++; None: the block loop computes it everywhere
     kernel: Kernel | None = None
     threshold_of: str | None = None  # another rule: the kernel's t is t times that rule's row sum
 

@@ -1,20 +1,21 @@
-"""How any rule is computed in memory linear in T: one walk over blocks of scores, in PyTorch and in
-Triton.
+"""How any rule is computed in memory linear in T: one walk over blocks of scores, in PyTorch, in
+Triton and in C++.
 
 A rule (attention.py) turns one block of scores into weights. This file works for every rule. It
 cuts the rows of a causal attention into blocks, finds the keys that a block sees, passes their
 scores to the rule, and sums up weights times values. Memory is O(T x block): in a long sequence the
 weights of a block are dropped once its output is known, and the backward pass computes them again.
 
-First comes the walk in PyTorch (`block_loop`). On CPUs it trains all rules (plain softmax also has
-a faster way). It decodes, as a block of one row, and gives the instruments their weights. Then the
-same walk in Triton: each program keeps one tile of rows, or of keys, in registers and shared
+First comes the walk in PyTorch (`block_loop`). It defines the others and runs everywhere. It
+decodes, as a block of one row, and gives the instruments their weights. Then the same walk in
+Triton, for GPUs: each program keeps one tile of rows, or of keys, in registers and shared
 memory, and walks over the tiles of the other side (Rabe & Staats 2021, arXiv 2112.05682; Dao et al.
 2022, FlashAttention, arXiv 2205.14135), with a running maximum where a rule normalises (Milakov &
 Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for bit. The row input t
 and the statistic r (if not found by iteration) are differentiable, so PyTorch computes thresholds,
 sinks, gates and normalisers outside the kernels. In the backward pass some rules skip tiles whose
-weights are all 0.
+weights are all 0. The third walk, for CPUs, is kernels.cpp. It computes what the Triton kernels
+compute, with the same rules, which common/cpp.py translates. `attend` calls either.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij
 - mix_i w'_ij) v_j, with w' from queries and keys of its own. Rules without `settle` compute both

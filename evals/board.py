@@ -190,13 +190,13 @@ def cost_row(name, *_):
     """The speed of a recipe's training steps relative to softmax, and the KiB of keys, values or
     state that a new token reads after 4,096 others: four times those of one layer, or None if the
     recipe cannot be decoded."""
-    step = numbers_of(*SPEED, f"--attn={name}")
+    step = numbers_of(*SPEED, f"--attn=softmax,{name}")
     cache = numbers_of(*CACHE, f"--attn={name}")
-    speed = 1 if name == "softmax" else step["lengths"]["256"][name]["step"]
+    rows = step["lengths"]["256"]
     read = cache["lengths"]["4096"].get(name)
     return {
         "recipe": name,
-        "speed": round(speed, 3),
+        "speed": round(rows[name]["step"] / rows["softmax"]["step"], 3),
         "kib": read and 4 * read["bytes"] / 1024,
         "machine": step["machine"],
     }
