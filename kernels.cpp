@@ -62,17 +62,17 @@ static inline V& at(const float* x, int j, int g, int N = BM) {
     return *(V*)(x + j * N + g * LANES);
 }
 // C (rows, N) += A (rows, K) B (K, N), or = without add. A has any strides; N is a multiple of WIDE
+#define EACH_SUM _Pragma("unroll") for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++)
 template <int R = TALL>
 static void product(const float* A, long row, long col, const float* B, float* C, int rows, int N,
                     int K, bool add = true) {
     for (; rows >= R; rows -= R, A += R * row, C += R * N)
         for (int n = 0; n < N; n += WIDE) {
-            V sum[2 * R];  // two vectors of each row
-            for (int r = 0; r < 2 * R; r++) sum[r] = add ? at(C + n, r / 2, r % 2, N) : V{};
+            V sum[R][2];  // in registers, if the compiler unrolls both loops
+            EACH_SUM sum[r][h] = add ? at(C + n, r, h, N) : V{};
             for (int k = 0; k < K; k++)
-                for (int r = 0; r < 2 * R; r++)
-                    sum[r] += A[r / 2 * row + k * col] * at(B + n, k, r % 2, N);
-            for (int r = 0; r < 2 * R; r++) at(C + n, r / 2, r % 2, N) = sum[r];
+                EACH_SUM sum[r][h] += A[r * row + k * col] * at(B + n, k, h, N);
+            EACH_SUM at(C + n, r, h, N) = sum[r][h];
         }
     if constexpr (R > 1)
         if (rows) product<R - 1>(A, row, col, B, C, rows, N, K, add);
