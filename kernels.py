@@ -157,19 +157,13 @@ def run_blocks(one_block, mask, parts, *tensors):
         # their gradients add up over blocks in float32
         tensors = [None if x is None else wide(x) for x in tensors]
     outputs = []
-    for rows, keys, i in reversed([*row_blocks(R, T, mask, tensors[0].device)]):
+    for rows, keys, i in row_blocks(R, T, mask, tensors[0].device):
         cuts = [rows if part == "rows" else keys for part in parts]
-        # A cut of the cut before: its gradient fills only the keys that it sees, not all T. The
-        # backward pass starts with block 0
-        for n, cut in enumerate(cuts):
-            if tensors[n] is not None:
-                tensors[n] = tensors[n][..., : cut.stop, :]
         block = [
-            None if x is None else x[..., cut.start :, :]
-            for x, cut in zip(tensors, cuts, strict=True)
+            None if x is None else x[..., cut, :] for x, cut in zip(tensors, cuts, strict=True)
         ]
         outputs.append(one_block(i, *block))
-    return tuple(torch.cat(part[::-1], 2) for part in zip(*outputs, strict=True))
+    return tuple(torch.cat(part, 2) for part in zip(*outputs, strict=True))
 
 
 def row_blocks(R, T, mask, device):

@@ -133,3 +133,10 @@ def test_no_room_grows_beyond_its_ceiling_or_becomes_dense(room):
     count = sum(map(len, found))
     assert count <= CEILINGS[room]
     assert room == "docs" or count <= 11 * sum(len(set(lines)) for lines in found)
+
+
+def test_the_walk_in_cpp_stays_short():
+    """At most 350 lines of code, without comments and blank lines, of 100 characters."""
+    lines = (ROOT / "kernels.cpp").read_text(encoding="utf-8").splitlines()
+    assert sum(bool(line.split("//")[0].strip()) for line in lines) <= 350
+    assert max(map(len, lines)) <= 100
