@@ -344,6 +344,16 @@ def triton_obstacles(config, device, widest):
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
+def cpp_obstacles(config, device, rules):
+    """The obstacles of kernels.cpp. rules: what it must compute, see kernels.why_not_cpp, which
+    builds it."""
+    yield "cpp", device != "cpu", "it computes on a CPU"
+    if config.kernel in ("auto", "cpp") and device == "cpu":
+        for rule, views in rules:
+            reason = kernels.why_not_cpp(rule, views)
+            yield "cpp", reason, reason
+
+
 def choose_kernel(config, device, obstacles):
     """Which code computes a recipe on a device ("cuda", "cpu", ...): "triton"; "cpp" (the same
     kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or "torch" (the block loop).
