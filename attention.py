@@ -190,7 +190,9 @@ def elastic_threshold(layer, n):
 
 
 # In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only
-# beyond t (1 + 2^-18): otherwise rounding would decide this tie
+# beyond t (1 + 2^-18): otherwise rounding would decide this tie. A pair with p between these two,
+# or within rounding of one, may count on either side: there, and only there, the gradients of a
+# kernel and of the function above differ by more than rounding. The weights agree: they are near 0
 TIE = tl.constexpr(1 + 2**-18)
 
 

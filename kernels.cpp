@@ -35,7 +35,11 @@ static inline V where(M seen, V a, V b) { return seen ? a : b; }
 static inline V where(All, V a, V) { return a; }
 static inline V max(V a, V b) { return a > b ? a : b; }
 static inline V min(V a, V b) { return a < b ? a : b; }
-static inline V abs(V a) { return max(a, -a); }
+static inline V abs(V a) { return (V)((M)a & 0x7fffffff); }
+static inline V sqrt(V a) {
+    for (int m = 0; m < LANES; m++) a[m] = std::sqrt(a[m]);
+    return a;
+}
 static inline bool any(M found) {
     for (int m = 1; m < LANES; m++) found[0] |= found[m];
     return found[0];
@@ -51,7 +55,8 @@ static inline V log2(V x) {
     const M e = ((M)x - 0x3f3504f3) >> 23;  // x = 2^e m, with m in [sqrt(1/2), sqrt(2))
     const V m = (V)((M)x - (e << 23)), y = (m - 1) / (m + 1), y2 = y * y;  // log m = 2 artanh y
     const V p = 1 + y2 * (1 / 3.f + y2 * (1 / 5.f + y2 * (1 / 7.f + y2 / 9)));
-    return x > 0 ? __builtin_convertvector(e, V) + 2.885390082f * y * p : all(-INFINITY);
+    const V finite = __builtin_convertvector(e, V) + 2.885390082f * y * p;
+    return (x > 0) & (x < INFINITY) ? finite : x == 0 ? all(-INFINITY) : x > 0 ? x : all(NAN);
 }
 
 // RULE

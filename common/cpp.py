@@ -22,93 +22,104 @@ from pathlib import Path
 
 
 class Name:
-    """A vector of floats, or a mask, in C++. Arithmetic with it writes a line into `lines`, and
-    returns the name of the result."""
+    """A vector of floats (kind V) or a mask (M) in C++. Arithmetic with it writes a line into
+    `lines`, and returns the name of the result. What is not defined here raises TypeError."""
 
     lines = []
 
-    def __init__(self, code):
-        self.code = code
-
-    def __neg__(self):
-        return written("-{}", self)
+    def __init__(self, code, kind="V"):
+        self.code, self.kind = code, kind
 
     def __bool__(self):
-        raise TypeError("it branches on a number of the tile")
+        raise TypeError("Python's if, and, or, not, min and max cannot read a number of the tile")
 
 
-def written(text, *operands, kind="V"):
-    """Write a line that computes `text` of the operands. Returns its name."""
-    name = f"x{len(Name.lines)}"
-    Name.lines.append(f"const {kind} {name} = {text.format(*map(code_of, operands))};")
-    return Name(name)
+def operation(text, kinds="VV", result="V"):
+    """A function that writes a line: `text` of operands of these kinds."""
+
+    def write(*operands):
+        codes = [code_of(x, kind) for x, kind in zip(operands, kinds, strict=True)]
+        name = f"x{len(Name.lines)}"
+        Name.lines.append(f"const {result} {name} = {text.format(*codes)};")
+        return Name(name, result)
+
+    return write
 
 
-def code_of(x):
-    """A name, or a constant in every lane."""
+def code_of(x, kind="V"):
+    """A name of this kind, or a constant in every lane."""
+    if getattr(x, "kind", "V") != kind:
+        found = "number" if kind == "M" else "comparison"
+        raise TypeError(f"a {found} cannot be used in this place")
     if isinstance(x, Name):
         return x.code
     number = float(getattr(x, "value", x))  # .value: of a tl.constexpr
-    return f"all({number!r}f)".replace("inff", "INFINITY")
-
-
-def operator(sign, kind="V"):
-    return lambda a, b: written(f"{{}} {sign} {{}}", a, b, kind=kind)
+    return f"all({number!r}f)".replace("inff", "INFINITY").replace("nanf", "NAN")
 
 
 for name, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items():
-    forwards = operator(sign)
-    setattr(Name, f"__{name}__", forwards)
-    setattr(Name, f"__r{name}__", lambda a, b, forwards=forwards: forwards(b, a))
-for name, sign in {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "and": "&", "or": "|"}.items():
-    setattr(Name, f"__{name}__", operator(sign, "M"))
+    setattr(Name, f"__{name}__", operation(f"{{}} {sign} {{}}"))
+    setattr(Name, f"__r{name}__", operation(f"{{1}} {sign} {{0}}"))
+for name, sign in {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "eq": "==", "ne": "!="}.items():
+    setattr(Name, f"__{name}__", operation(f"{{}} {sign} {{}}", result="M"))
+for name, sign in {"and": "&", "or": "|"}.items():
+    setattr(Name, f"__{name}__", operation(f"{{}} {sign} {{}}", "MM", "M"))
+Name.__neg__ = operation("-{}", "V")
+Name.__invert__ = operation("~{}", "M", "M")
 
 
-def function(text):
-    return lambda *operands: written(text, *operands)
+class tl:
+    """What rules may use of triton.language."""
+
+    exp2 = operation("exp2({})", "V")
+    log2 = operation("log2({})", "V")
+    exp = operation("exp2({} * 1.442695041f)", "V")
+    log = operation("log2({}) * 0.693147181f", "V")
+    sigmoid = operation("1 / (1 + exp2({} * -1.442695041f))", "V")
+    sqrt = operation("sqrt({})", "V")
+    abs = operation("abs({})", "V")
+    where = operation("where({}, {}, {})", "MVV")
+    maximum = operation("max({}, {})")
+    minimum = operation("min({}, {})")
+    constexpr = float
 
 
-LANGUAGE = types.SimpleNamespace(  # what rules may use of triton.language
-    exp2=function("exp2({})"),
-    log2=function("log2({})"),
-    exp=function("exp2({} * 1.442695041f)"),
-    log=function("log2({}) * 0.693147181f"),
-    abs=function("abs({})"),
-    where=function("where({}, {}, {})"),
-    maximum=function("max({}, {})"),
-    minimum=function("min({}, {})"),
-    constexpr=lambda x: x,
-)
+def first_line(said):
+    """Of an error, or of what a compiler says."""
+    return next((line.strip() for line in str(said).splitlines() if line.strip()), "")
 
 
 def in_python(x, made):
-    """A Triton function as an ordinary function that calls LANGUAGE, and so are those that it
+    """A Triton function as an ordinary function that calls `tl` above, and so are those that it
     calls; anything else as it is. made: {function: its copy}, because some call themselves."""
-    f = getattr(x, "fn", x)
+    f = getattr(x, "fn", getattr(x, "value", x))  # .value: of a tl.constexpr
     if not isinstance(f, types.FunctionType):
-        return x
+        return f
     if f not in made:
         scope = {"__builtins__": __builtins__}
-        made[f] = types.FunctionType(f.__code__, scope, f.__name__)
+        made[f] = types.FunctionType(f.__code__, scope, f.__name__, f.__defaults__)
         for name in f.__code__.co_names:
             if name in f.__globals__:
-                scope[name] = LANGUAGE if name == "tl" else in_python(f.__globals__[name], made)
+                scope[name] = tl if name == "tl" else in_python(f.__globals__[name], made)
     return made[f]
 
 
 def in_cpp(head, f, names, outputs, **constants):
-    """The C++ function `head`, which assigns f of the variables `names` to `outputs`."""
+    """The C++ function `head`, which assigns f of the variables `names` to `outputs`. Raises
+    ValueError where f does something that cannot be translated."""
     Name.lines = []
-    results = in_python(f, {})(**{name: Name(name) for name in names.split()}, **constants)
-    if not isinstance(results, tuple):
-        results = (results,)
-    lines = [f"{to} {code_of(x)};" for to, x in zip(outputs, results, strict=True)]
+    try:
+        results = in_python(f, {})(**{name: Name(name) for name in names.split()}, **constants)
+        if not isinstance(results, tuple):
+            results = (results,)
+        lines = [f"{to} {code_of(x)};" for to, x in zip(outputs, results, strict=True)]
+    except Exception as e:  # whatever Python raises there
+        raise ValueError(f"{f.__name__} cannot be written in C++: {first_line(e)}") from e
     return "\n    ".join([f"{head} {{", *Name.lines, *lines]) + "\n}\n"
 
 
 def rule_in_cpp(kernel, views):
-    """The functions and constants of a Kernel. Raises what Python raises where a function does
-    something that cannot be translated."""
+    """The functions and constants of a Kernel."""
     floats = {"UNIT": kernel.unit, "FLOOR": kernel.floor}
     numbers = {
         "VIEWS": views,
@@ -168,7 +179,7 @@ def rule_in_cpp(kernel, views):
 FLAGS = "-O3 -std=c++17 -fPIC -fno-math-errno -fno-trapping-math -w".split()
 # With OpenMP the library uses the threads of torch, whose runtime is in the process already, so it
 # is not linked. Apple's clang has no OpenMP: one thread
-ATTEMPTS = (["-march=native", "-fopenmp"], ["-mcpu=native"], ["-march=native"])
+ATTEMPTS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
 
 
 def library(kernel, views=1):
@@ -182,23 +193,24 @@ def library(kernel, views=1):
 
 @cache
 def library_or_reason(kernel, views):
-    try:
-        rule = rule_in_cpp(kernel, views)
-    except Exception as e:
-        return f"a function of the rule cannot be written in C++: {e}"
     compiler = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
     if compiler is None:
         return "there is no compiler: install g++ or clang++"
     reason = ""
-    for flags in ATTEMPTS:
-        try:
-            walk = (Path(__file__).parent.parent / "kernels.cpp").read_text(encoding="utf-8")
-            return built(walk.replace("// RULE", rule), [compiler, *FLAGS, *flags])
-        except (OSError, subprocess.SubprocessError) as e:
-            said = getattr(e, "stderr", None) or str(e)
-            errors = [line for line in said.splitlines() if "error" in line]
-            reason = reason or [*errors, said][0]
-    return f"{compiler} failed: {reason}"
+    try:
+        walk = (Path(__file__).parent.parent / "kernels.cpp").read_text(encoding="utf-8")
+        source = walk.replace("// RULE", rule_in_cpp(kernel, views))
+        folder()  # raises its own error
+        for flags in ATTEMPTS:
+            try:
+                return built(source, [compiler, *FLAGS, *flags])
+            except (OSError, subprocess.CalledProcessError) as e:
+                said = getattr(e, "stderr", None) or str(e)
+                errors = [line for line in said.splitlines() if "error" in line]
+                reason = reason or f"{compiler} failed: {first_line([*errors, said][0])}"
+    except Exception as e:  # whatever it is, the block loop can train
+        reason = first_line(e) or type(e).__name__
+    return reason
 
 
 def built(source, command):
@@ -206,17 +218,23 @@ def built(source, command):
 
     Several processes may build it at once: each has files of its own, and renames the result."""
     version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
-    what = "\n".join([source, *command, version, processor()])
-    file = folder() / f"{hashlib.sha256(what.encode()).hexdigest()[:24]}.so"
-    if not file.exists():
-        with tempfile.TemporaryDirectory(dir=file.parent) as own:
-            text, part, whole = (str(Path(own) / name) for name in ("a.cpp", "a.o", "a.so"))
-            Path(text).write_text(source, encoding="utf-8")
-            for step in (["-c", text, "-o", part], ["-shared", part, "-o", whole]):
-                argv = [*command, *step] if "-c" in step else [command[0], *step]
-                subprocess.run(argv, check=True, capture_output=True, text=True)
-            os.replace(whole, file)
+    name = digest("\n".join([source, *command, version, processor()]).encode())
+    for file in folder().glob(f"{name}-*.so"):
+        # a disk that was full or lost power may have cut the file. To load it would be a crash
+        if file.stem == f"{name}-{digest(file.read_bytes())}":
+            return ctypes.CDLL(str(file))
+    with tempfile.TemporaryDirectory(dir=folder()) as own:
+        text, part, whole = (Path(own) / name for name in ("a.cpp", "a.o", "a.so"))
+        text.write_text(source, encoding="utf-8")
+        for argv in [*command, "-c", text, "-o", part], [command[0], "-shared", part, "-o", whole]:
+            subprocess.run(argv, check=True, capture_output=True, text=True)
+        file = folder() / f"{name}-{digest(whole.read_bytes())}.so"
+        os.replace(whole, file)
     return ctypes.CDLL(str(file))
+
+
+def digest(content):
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def processor():
@@ -231,20 +249,22 @@ def processor():
 @cache
 def folder():
     """The platform's cache folder for us, or if that cannot be used, one for temporary files. It
-    must be ours alone: a library that others can write is not loaded. Raises OSError if neither
-    can."""
+    must be ours alone: a library that others can write is not loaded. Raises OSError if there is
+    none."""
     cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     if platform.system() == "Darwin":
         cache_home = "~/Library/Caches"
-    usual = Path(cache_home).expanduser() / "nanoattention"
+    usual = Path(os.path.expanduser(cache_home)) / "nanoattention"
     temporary = Path(tempfile.gettempdir()) / f"nanoattention-{os.getuid()}"
     for path in (usual, temporary):
+        if not path.is_absolute():  # nobody's home
+            continue
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = path.lstat()
         except OSError:
             continue
-        private = stat.S_ISDIR(about.st_mode) and not about.st_mode & 0o022
+        private = stat.S_ISDIR(about.st_mode) and not about.st_mode & 0o077
         if private and about.st_uid == os.getuid() and os.access(path, os.W_OK):
             return path
     raise OSError(f"neither {usual} nor {temporary} is a folder that you alone can write")

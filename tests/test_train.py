@@ -121,6 +121,7 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
         (tmp_path / room).mkdir(exist_ok=True)
         for path in (ROOT / room).glob("*.py"):
             shutil.copy(path, tmp_path / room)
+    shutil.copy(ROOT / "kernels.cpp", tmp_path)
     words = "train.py --attn=elastic --max_iters=2 --eval_iters=1 --n_layer=1"
     done = subprocess.run(
         [sys.executable, *words.split()],
@@ -139,6 +140,7 @@ def test_a_fresh_clone_prepares_its_data_trains_and_ends_with_a_report(tmp_path)
         "sparsity",
         "\\ufffd",
         "eval.py probe --out_dir=out/stdlib-elastic",
+        "computed by cpp",
     ):
         assert words in done.stdout
     assert "loss" in done.stderr and "tokens/s" in done.stderr
