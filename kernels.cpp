@@ -36,10 +36,6 @@ static inline V where(All, V a, V) { return a; }
 static inline V max(V a, V b) { return a > b ? a : b; }
 static inline V min(V a, V b) { return a < b ? a : b; }
 static inline V abs(V a) { return (V)((M)a & 0x7fffffff); }
-static inline V sqrt(V a) {
-    for (int m = 0; m < LANES; m++) a[m] = std::sqrt(a[m]);
-    return a;
-}
 static inline bool any(M found) {
     for (int m = 1; m < LANES; m++) found[0] |= found[m];
     return found[0];
@@ -78,8 +74,7 @@ static void product(const float* A, long row, long col, const float* B, float* C
                 EACH_SUM sum[r][h] += A[r * row + k * col] * at(B + n, k, h, N);
             EACH_SUM at(C + n, r, h, N) = sum[r][h];
         }
-    if constexpr (R > 1)
-        if (rows) product<R - 1>(A, row, col, B, C, rows, N, K, add);
+    if (rows) product<R - (R > 1)>(A, row, col, B, C, rows, N, K, add);
 }
 
 // ----------------------------------------------------------------------------- what the walk reads

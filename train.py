@@ -386,8 +386,9 @@ class Training:
         if sharded:
             shard(model, machine)
         model.to(machine.device)
-        for block in model.transformer.h:  # may build code, which torch.compile cannot trace
-            block.attn.kernel_on(machine.device.type)
+        with machine.autocast():
+            for block in model.transformer.h:  # may build code, which torch.compile cannot trace
+                block.attn.kernel_on(machine.device.type)
         # without dynamic=False, the compiler turns a rule's constants into symbols once a second
         # model has other constants, and fails in `checkpoint`
         running = torch.compile(model, dynamic=False) if self.knobs.compile else model

@@ -76,7 +76,6 @@ class tl:
     exp = operation("exp2({} * 1.442695041f)", "V")
     log = operation("log2({}) * 0.693147181f", "V")
     sigmoid = operation("1 / (1 + exp2({} * -1.442695041f))", "V")
-    sqrt = operation("sqrt({})", "V")
     abs = operation("abs({})", "V")
     where = operation("where({}, {}, {})", "MVV")
     maximum = operation("max({}, {})")
