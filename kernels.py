@@ -1334,6 +1334,7 @@ def attend(
     starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts
         from there.
     cpp: compute in float32 on a CPU, by kernels.cpp.
+    A NaN in v may reach all rows of a block in which one row sees it, and no others.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a
     statistic that is found by iteration.
     """
