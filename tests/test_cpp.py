@@ -171,7 +171,6 @@ def translated(function):
         (lambda s: tl.where(s, s, 0.0), "number cannot"),
         (lambda s: s & 1, "number cannot"),
         (lambda s: (s, s), "argument"),
-        (lambda s: math.exp(s), "real number"),
     ],
 )
 def test_what_cannot_be_translated_is_named_in_one_line(function, reason):
