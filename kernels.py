@@ -1328,7 +1328,8 @@ def attend(
         sees no key is 0.
     starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts
         from there.
-    cpp: compute on a CPU by kernels.cpp, in float32 whatever the dtype of q, k and v.
+    cpp: compute on a CPU by kernels.cpp, in float32 whatever the dtype of q, k and v. A NaN in v
+        may reach all rows of a block in which one row sees it, and no others.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a
     statistic that is found by iteration.
     """

@@ -250,10 +250,9 @@ def folder():
     """The platform's cache folder for us, or if that cannot be used, one for temporary files. It
     must be ours alone: a library that others can write is not loaded. Raises OSError if there is
     none."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    if platform.system() == "Darwin":
-        cache_home = "~/Library/Caches"
-    usual = Path(os.path.expanduser(cache_home)) / "nanoattention"
+    cache_home = "~/Library/Caches" if platform.system() == "Darwin" else "~/.cache"
+    cache_home = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or cache_home)
+    usual = Path(cache_home) / "nanoattention"
     temporary = Path(tempfile.gettempdir()) / f"nanoattention-{os.getuid()}"
     for path in (usual, temporary):
         if not path.is_absolute():  # nobody's home

@@ -39,7 +39,7 @@ def calls(draw):
     call["dtype"] = kernels.torch.float32
     call["T"] = draw(st.sampled_from((45, 1, 2, 31, 32, 33, 64, 65, 130, 530, 1030)), "T")
     for name in ("D", "E"):
-        call[name] = draw(st.sampled_from((24, 1, 3, 16, 32, 33, 64, 256)), name)
+        call[name] = draw(st.sampled_from((24, 1, 3, 16, 32, 33, 64, 256, 300)), name)
     call["heads"] = draw(st.sampled_from(((1, 4, 2, 1), (2, 2, 2, 2), (1, 6, 2, 3), (2, 4, 1, 2))))
     call["window"] = draw(st.sampled_from((0, 17, 1, 100)))
     call["first"] = draw(st.sampled_from((0, 3, 70)))
@@ -171,7 +171,6 @@ def translated(function):
         (lambda s: tl.where(s, s, 0.0), "number cannot"),
         (lambda s: s & 1, "number cannot"),
         (lambda s: (s, s), "argument"),
-        (lambda s: math.exp(s), "real number"),
     ],
 )
 def test_what_cannot_be_translated_is_named_in_one_line(function, reason):
@@ -269,7 +268,6 @@ def someone_elses(path):
 def test_libraries_are_kept_in_a_folder_that_is_ours_alone_or_among_temporary_files(
     make, fits, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(cpp.platform, "system", lambda: "Linux")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     tmp_path.chmod(0o700)
     usual, other = tmp_path / "nanoattention", tmp_path / f"nanoattention-{os.getuid()}"

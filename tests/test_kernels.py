@@ -162,6 +162,7 @@ def draw(
     mix=None,
     t=None,
     scores=None,
+    cpp=False,
     **options,
 ):
     """Random inputs of attend(), by name, and its options. t, mix: the shape of the row input, and
@@ -201,7 +202,8 @@ def draw(
         more = {
             name: options[name] for name in ("scale", "window", "first", "sets") if name in options
         }
-        x["t"] = kernels.attend("softplus", **x, **more, row_sum=True)[1] * (n > 3) / n
+        row_sum = kernels.attend("softplus", **x, **more, row_sum=True, cpp=cpp)[1]
+        x["t"] = row_sum * (n > 3) / n
     if mix is not None:
         x["mix"] = 0.5 + 0.3 * normal(*mix)
     return x, options
@@ -430,7 +432,7 @@ def check(rule, call, draws, cpp=False):
         sets = (2 ** (8 * torch.randint(8, (2, B, T), generator=dice(3)))).sum(0)
         call["sets"] = (sets * (torch.arange(T) % 5 > 0)).to(DEVICE)
     with mock.patch.object(kernels, "SMALL", tuple((*tile, 4, 1) for tile in call.pop("tiles"))):
-        x, options = draw(rule, **call)
+        x, options = draw(rule, cpp=cpp, **call)
         if rule == "elastic":  # the kernels' derivative begins 2^-18 beyond the threshold
             eye = torch.eye(T, dtype=torch.float64, device=DEVICE).expand(B, 1, T, T)
             exact = {name: part.double() for name, part in x.items()} | {"t": None, "v": eye}
