@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import kernels
 from axes import options, rows
 from axes.base import Choice, Constant, split_heads
-from axes.layer import Layer, triton_obstacles
+from axes.layer import Layer, cpp_obstacles, triton_obstacles
 from axes.positions import Distance, rotate
 from kernels import (
     BINARY,
@@ -1038,13 +1038,8 @@ class Attention(Layer):
             yield kernel, config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
             yield kernel, config.dropout > 0, "the kernels have no attention dropout"
         yield from triton_obstacles(config, device, widest)
-        yield "cpp", device != "cpu", "it computes on a CPU"
-        low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
-        yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
-        if config.kernel in ("auto", "cpp") and device == "cpu" and not config.dropout:
-            for rule, views in Attention.rules_in_cpp(config):
-                reason = kernels.why_not_cpp(rule, views)  # builds it
-                yield "cpp", reason, reason
+        if not config.dropout:
+            yield from cpp_obstacles(config, device, Attention.rules_in_cpp(config))
         reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
         yield "sdpa", not Attention.plain(config), reason
 

@@ -345,6 +345,18 @@ def triton_obstacles(config, device, widest):
     yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
 
 
+def cpp_obstacles(config, device, rules):
+    """The obstacles of kernels.cpp. rules: what it must compute, see kernels.why_not_cpp, which
+    builds it."""
+    yield "cpp", device != "cpu", "it computes on a CPU"
+    low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
+    yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
+    if config.kernel in ("auto", "cpp") and device == "cpu":
+        for rule, views in rules:
+            reason = kernels.why_not_cpp(rule, views)
+            yield "cpp", reason, reason
+
+
 def choose_kernel(config, device, obstacles):
     """Which code computes a recipe on a device ("cuda", "cpu", ...) in this context of autocast:
     "triton"; "cpp" (the same kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or

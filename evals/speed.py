@@ -37,7 +37,6 @@ from evals.instrument import (
 )
 from evals.kernels import time_kernels
 from kernels import visible
-from mixers.focus import Focus, sparse
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
 
@@ -309,22 +308,29 @@ def time_focus(args, machine, lengths, numbers):
     Tokens are in random groups of about equal size, because only the sizes of groups change the
     time. The time includes the choice of every token's largest groups and the sorting by group,
     but not the router's matrix products."""
+    C = args.n_head * WIDTH
     numbers |= {"heads": args.n_head, "width": WIDTH, "window": WINDOW, "lengths": {}}
-    fused = machine.device.type == "cuda" and kernels.AVAILABLE
-
-    def focus(qkv, shares, topk):  # a Focus layer in evaluation, after its router
-        sparse(*qkv, Focus.memberships(shares, topk), WINDOW, WIDTH**-0.5, fused)
-
     for T in lengths:
         dice = torch.Generator().manual_seed(0)
         dtype = getattr(torch, machine.dtype)
         qkv = torch.randn(3, 1, args.n_head, T, WIDTH, generator=dice).to(machine.device, dtype)
+        x = torch.zeros(1, T, C, device=machine.device)
         cases = {"full": partial(F.scaled_dot_product_attention, *qkv, is_causal=True)}
         for groups, topk in GROUPS:
+            config = GPTConfig(
+                attn="focus",
+                topk=topk,
+                window=WINDOW,
+                attn_args=f"groups={groups}",
+                n_head=args.n_head,
+                n_embd=C,
+            )
+            module = mixers.layer_of(config, 0).to(machine.device).eval()
             # the shares of groups, from which each token gets its largest groups
             shares = torch.rand(1, T, groups, generator=dice).to(machine.device)
-            cases[f"{topk} of {groups}"] = partial(focus, qkv, shares, topk)
-        seconds = machine.race(cases, args.repeats)
+            cases[f"{topk} of {groups}"] = partial(module.attend, *qkv, x, g=shares)
+        with machine.autocast():
+            seconds = machine.race(cases, args.repeats)
         full = seconds.pop("full")
         rows = {name: full / time for name, time in seconds.items()}
         numbers["lengths"][T] = {"full_ms": 1000 * full, "speed": rows}

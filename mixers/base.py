@@ -43,7 +43,6 @@ def largest(x, k):
 def obstacles_of_kernels(config, device):
     """The obstacles that mixers with a Triton kernel share, see Layer.obstacles."""
     yield from triton_obstacles(config, device, config.head_width)
-    yield "cpp", True, f"mixer {config.mixer} is not in kernels.cpp"
     yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
 

@@ -39,6 +39,7 @@ import kernels
 from attention import MASKED_SCORE, RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only
+from axes.layer import cpp_obstacles
 from axes.rows import SINKS, normalised_output
 from kernels import Mask, for_products, grouped, scaled_scores, visible, wide
 from mixers.base import Mixer, axes_of, largest, obstacles_of_kernels
@@ -316,33 +317,20 @@ def sparse(
     members,  # (B, T, K): is the token in the group?
     local,  # pairs nearer than this have no gate
     scale,
-    fused=False,  # use the Triton kernel
+    kernel="torch",  # or "triton" or "cpp"
 ):
     """Attention with hard gates that skips shut pairs: o (B, H, T, E) and log-sum-exp (B, H, T, 1).
 
-    Appendix D splits the open pairs into two disjoint parts: pairs that share a group, and near
-    pairs that do not. A softmax over both is exactly the mean of their outputs, weighted by their
-    sums of exponentials. The paper has one group for each token. With k groups a pair may share
-    several and must count once. So tokens are sorted by their set of groups, and the rows of one
-    set see all keys whose sets share a group with it, in one softmax."""
+    Appendix D splits the open pairs into disjoint parts: the near pairs that share no group, and
+    the pairs of each group. A softmax over all parts is exactly the mean of their outputs, weighted
+    by their sums of exponentials. The paper has one group for each token. With k groups a pair may
+    share several. It then counts in the part of the first one only."""
     sequences = []
     for n in range(len(q)):
         one = slice(n, n + 1)
-        sequences.append(sparse_sequence(q[one], k[one], v[one], members[n], local, scale, fused))
+        sequences.append(sparse_sequence(q[one], k[one], v[one], members[n], local, scale, kernel))
     o, r = zip(*sequences, strict=True)
     return torch.cat(o), torch.cat(r)
-
-
-def sets_of(members):
-    """The distinct sets of groups among tokens, from members (T, K).
-
-    Returns each token's set as the bits of a number (T,), its index among the S sets (T,), the
-    number of tokens in each set (S,), and which sets share a group (S, S)."""
-    powers = 2 ** torch.arange(members.shape[1], device=members.device)  # (K,)
-    bits = (members * powers).sum(-1)
-    sets, set_index, sizes = bits.unique(return_inverse=True, return_counts=True)
-    share_group = (sets[:, None] & sets) != 0
-    return bits, set_index, sizes, share_group
 
 
 def sparse_sequence(
@@ -352,93 +340,90 @@ def sparse_sequence(
     members,  # (T, K)
     local,
     scale,
-    fused,
+    kernel,
 ):
     """`sparse` of one sequence."""
-    bits, set_index, sizes, share_group = sets_of(members)
-    order = set_index.argsort(stable=True)  # by set, and within a set by position
-    outputs = []
-    for number, rows in enumerate(order.split(sizes.tolist())):
-        keys = share_group[number][set_index].nonzero()[:, 0]
-        outputs.append(
-            some_pairs(q[:, :, rows], k[:, :, keys], v[:, :, keys], rows, keys, scale, fused)
-        )
-    back = order.argsort()
-    o, r = (torch.cat(parts, 2)[:, :, back] for parts in zip(*outputs, strict=True))
-
-    i = torch.arange(len(bits), device=bits.device)  # (T,)
-    near, near_r = some_pairs(q, k, v, i, i, scale, fused, local, bits)
-    # the last key, up to each position, that shares no group with the set: (S, T), then (T,)
-    last = torch.where(share_group[:, set_index], -1 - local, i).cummax(1).values
-    last = last[set_index, i]
-    # if that key is not near, `near` is meaningless: the row has no keys in it
-    near_r = near_r.masked_fill((last <= i - local)[:, None], MASKED_SCORE)
-
-    share = torch.sigmoid(r - near_r)  # weight of the keys that share a group
-    return o * share + near * (1 - share), torch.logaddexp(r, near_r)
+    powers = 2 ** torch.arange(members.shape[1], device=members.device)  # (K,)
+    sets = (members * powers).sum(-1)  # (T,): each token's set of groups, as the bits of a number
+    o, r = (x.clone() for x in one_part(q, k, v, sets, local, scale, kernel))
+    for g, power in enumerate(powers.tolist()):
+        n = members[:, g].nonzero()[:, 0]  # the group's tokens
+        if len(n):
+            earlier = sets[n] & (power - 1)  # the groups before this one
+            qkv = [x.index_select(2, n) for x in (q, k, v)]
+            o_g, r_g = one_part(*qkv, earlier, 0, scale, kernel)
+            share = torch.sigmoid(r_g - r[:, :, n])  # weight of the group's keys
+            o[:, :, n] = o[:, :, n].lerp(o_g, share)
+            r[:, :, n] = torch.logaddexp(r[:, :, n], r_g)
+    return o, r
 
 
-ROWS = 512  # rows of a block; large, because these blocks have few keys
-
-
-def some_pairs(
-    q,  # (1, H, R, D)
+def one_part(
+    q,  # (1, H, N, D)
     k,  # (1, Hk, N, D)
     v,  # (1, Hk, N, E)
-    rows,  # (R,): the positions of the queries, in order
-    keys,  # (N,): the positions of the keys, in order
+    sets,  # (N,): a row sees no key whose set shares a bit with its own
+    local,  # a row sees only the last keys, so many; 0: all
     scale,
-    fused,
-    local=0,
-    bits=None,  # (T,): each token's set of groups
+    kernel,
 ):
-    """Softmax of the queries over the keys up to their own positions. With `bits`, only over near
-    keys (the last `local`) whose set of groups shares no bit with the row's. Returns o (1, H, R, E)
-    and log-sum-exp (1, H, R, 1). Both are meaningless for a row without keys."""
-    square = len(rows) == len(keys)
-    if fused and square:
-        sets = None if bits is None else bits[None]
-        o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=sets)
-        return wide(o), r[..., None]
-    # torch's fused kernel: its r has no gradient
-    flash = q.device.type == "cpu" and not torch.is_grad_enabled()
-    if flash and square and bits is None:
-        return masked_softmax(q, k, v, None, scale, flash)
-    ends = torch.searchsorted(keys, rows, right=True).tolist()
-    outputs = []
-    for start in range(0, len(rows), ROWS):
-        stop = min(start + ROWS, len(rows))
-        block = slice(start, stop)
-        begin = max(0, start + 1 - local) if local else 0
-        part = slice(begin, ends[stop - 1])
-        i = rows[block]
-        j = keys[part]
-        seen = visible(i[:, None], j, Mask(window=local))
-        if bits is not None:
-            seen = seen & ((bits[i, None] & bits[j]) == 0)
-        outputs.append(
-            masked_softmax(q[:, :, block], k[:, :, part], v[:, :, part], seen, scale, flash)
-        )
-    return tuple(torch.cat(parts, 2) for parts in zip(*outputs, strict=True))
+    """Causal softmax over the pairs of one part: o (1, H, N, E) and log-sum-exp (1, H, N, 1). Of a
+    row without keys, o is meaningless and r is MASKED_SCORE, which makes its weight 0."""
+    sets = sets if sets.any() else None
+    mask = Mask(window=local)
+    if kernel != "torch":
+        bits = None if sets is None else sets[None]
+        cpp = kernel == "cpp"
+        o, r = kernels.attend("softmax", q, k, v, scale=scale, window=local, sets=bits, cpp=cpp)
+        r = r[..., None]
+    elif sets is None and not local and can_flash(q):
+        o, r = flash(q, k, v, None, scale)
+    else:
+        one_block = partial(masked_softmax, sets, scale, mask)
+        o, r = kernels.run_blocks(one_block, mask, ("rows", "keys", "keys"), q, k, v)
+    if sets is not None:
+        r = r.masked_fill(without_keys(sets, local or len(sets))[:, None], MASKED_SCORE)
+    return wide(o), r
 
 
-def masked_softmax(q, k, v, seen, scale, flash):
-    """Softmax of queries (1, H, R, D) over the keys (1, Hk, N, D) in the mask `seen` (R, N): output
-    (1, H, R, E) and log-sum-exp (1, H, R, 1). flash: use torch's fused kernel, for which seen=None
-    means causal."""
-    if flash:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        bias = None
-        if seen is not None:
-            bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
-        o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale
-        )
-        return wide(o), r[..., None]
+def without_keys(sets, local):
+    """The rows (N,) that see none of their last `local` keys, as all sets share a bit with
+    theirs."""
+    distinct, number = sets.unique(return_inverse=True)  # (S,), (N,)
+    i = torch.arange(len(sets), device=sets.device)
+    # the last key up to each position that shares no bit with the set: (S, N), then (N,)
+    last = torch.where((distinct[:, None] & sets) == 0, i, -local).cummax(1).values
+    return last[number, i] <= i - local
+
+
+def masked_softmax(sets, scale, mask, i, q, k, v):
+    """The part of the rows at positions i, see kernels.run_blocks."""
+    j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
+    seen = visible(i[:, None], j, mask)
+    if sets is not None:
+        seen = seen & ((sets[i, None] & sets[j]) == 0)
+    if can_flash(q):
+        return flash(q, k, v, seen, scale)
     s = wide(grouped(q * scale, k.mT))  # (1, H, R, N)
     w = softmax(s, seen)
-    o = wide(grouped(w.to(v.dtype), v))
-    return o, LogSumExp.apply(s, seen, w)
+    return grouped(w.to(v.dtype), v), LogSumExp.apply(s, seen, w)
+
+
+def can_flash(q):
+    """Can torch's fused kernel for CPUs compute it? Its log-sum-exp has no gradient."""
+    return q.device.type == "cpu" and not torch.is_grad_enabled()
+
+
+def flash(q, k, v, seen, scale):
+    """The output and the log-sum-exp by torch's fused kernel. seen: None means causal."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    bias = None
+    if seen is not None:
+        bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)
+    o, r = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, seen is None, attn_mask=bias, scale=scale
+    )
+    return o, r[..., None]
 
 
 # ---------------------------------------------------------------------------------------- the layer
@@ -567,9 +552,11 @@ class Focus(Mixer):
         q = self.featured(q)
         k = self.featured(k)
         if self.hard and R == k.shape[2] and mask.hidden < 0:
-            fused = self.kernel_on(q.device.type) == "triton"
-            qkv = [q, k, v] if fused else [for_products(y) for y in (q, k, v)]
-            o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, fused)
+            kernel = self.kernel_on(q.device.type)
+            qkv = [q, k, v] if kernel == "triton" else [for_products(y) for y in (q, k, v)]
+            if kernel == "cpp" and qkv[0].dtype != torch.float32:
+                kernel = "torch"
+            o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, kernel)
             o = normalised_output(self, o, q, r, None)  # an extra key takes its share
         else:
             a, b = self.gate_factors(g)
@@ -640,5 +627,8 @@ class Focus(Mixer):
     @staticmethod
     def obstacles(config, device):
         reason = "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
-        yield "triton", not config.topk, reason
+        for kernel in ("triton", "cpp"):
+            yield kernel, not config.topk, reason
+        if config.topk:
+            yield from cpp_obstacles(config, device, [("softmax", 1)])
         yield from obstacles_of_kernels(config, device)

@@ -1049,4 +1049,5 @@ class Recurrent(Mixer):
     def obstacles(config, device):
         learns = not RULES[config.rule].has_weights
         yield "triton", learns, f"rule {config.rule} of a state has no kernel"
+        yield "cpp", True, "a state is not in kernels.cpp"
         yield from obstacles_of_kernels(config, device)

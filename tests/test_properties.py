@@ -169,7 +169,7 @@ def test_outputs_all_gradients_and_weights_equal_the_reference(fixed, data):
         return define.attend(module, *args)
 
     block = call["block"] if define is reference else 16  # a mixer takes one row as a decoding step
-    with mock.patch.object(kernels, "BLOCK", block), mock.patch.object(focus, "ROWS", 16):
+    with mock.patch.object(kernels, "BLOCK", block):
         found = output_and_gradients(module.attend, Distance, module, (q, k, v, x), table)
         expected = output_and_gradients(exact, lambda *parts: parts, module, (q, k, v, x), table)
         agree(module, found, expected, terms)
@@ -199,10 +199,7 @@ def test_a_layer_equals_the_reference_in_one_call_and_decoded_in_parts(fixed, da
     x = normal(2, T, module.config.n_embd)
     names, parameters = zip(*module.named_parameters(), strict=True)
     of = "o", "dx", *names
-    with (
-        mock.patch.object(kernels, "BLOCK", 16),
-        mock.patch.object(focus, "ROWS", 16),
-    ):
+    with mock.patch.object(kernels, "BLOCK", 16):
 
         def results(function):
             return dict(zip(of, with_gradients(function, [x], parameters), strict=True))
