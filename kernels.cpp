@@ -28,7 +28,6 @@ constexpr int WIDE = 2 * LANES, BM = 32, BN = 64, GROUPS = BM / LANES, ROWS = 51
 typedef float V __attribute__((vector_size(4 * LANES), may_alias));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), may_alias, aligned(4)));
 typedef int32_t M __attribute__((vector_size(4 * LANES), may_alias));
-typedef int64_t Sets __attribute__((vector_size(8 * LANES), may_alias));
 struct All {};  // the mask of a tile in which every row sees every key
 
 static inline V all(float x) { return V{} + x; }
@@ -117,7 +116,7 @@ struct Block {
     float *k = memory<K>(VIEWS * long(size) * DP), *v = memory<VALUES>(long(size) * EP);
     float *q = memory<Q>(VIEWS * BM * DP), *qT = memory<QT>(VIEWS * BM * DP);
     V t[VIEWS][GROUPS], mix[GROUPS], r[GROUPS];
-    Sets sets[GROUPS] = {};
+    M sets[2][GROUPS] = {};  // the lower and the upper half of their bits
     // of backward
     float *dk = memory<DK>(VIEWS * KEYS * DP), *dv = memory<DV>(KEYS * EP);
     float *d_o = memory<DO>(BM * EP), *doT = memory<DT>(BM * EP), *dq = memory<DQ>(VIEWS * BM * DP);
@@ -126,6 +125,7 @@ struct Block {
     long head(int view) const { return out * VIEWS + view; }
     long key(int view, int a) const { return (view * long(size) + a - lo) * DP; }  // place in k
     long value(int a) const { return long(a - lo) * EP; }
+    int64_t set(int j) const { return c.sets[batch * c.T + j]; }
     int unseen(int j) const { return c.ends ? c.ends[batch * c.ends_batch + j] : c.T; }
     int keys(int a) const { return min({BN, end - a, last + 1 - a}); }  // in the chunk from a on
     float* row(const Matrix& x, long head, long i) const {
@@ -161,7 +161,8 @@ struct Block {
         i0 = i;
         last = min(i + long(BM), c.T) - 1;
         load_row(mix, c.mix, out);
-        if (c.sets) std::copy_n(c.sets + batch * c.T + i, last + 1 - i, (int64_t*)sets);
+        for (int m = 0; c.sets && i + m <= last; m++)
+            for (int half : {0, 1}) sets[half][m / LANES][m % LANES] = set(i + m) >> 32 * half;
         for (int view = 0; view < VIEWS; view++) {
             load_row(t[view], c.t, head(view));
             load(q + view * BM * DP, c.q, head(view), i, BM, c.D);
@@ -190,8 +191,10 @@ struct Block {
         for (int j = 0; kind == FULL && j < keys(a); j++) step(j, All{});
         for (int j = 0; kind == MASKED && j < keys(a); j++) {
             M seen = (i >= a + j) & (i < unseen(a + j));
-            if (c.sets)
-                seen &= __builtin_convertvector((sets[g] & c.sets[batch * c.T + a + j]) == 0, M);
+            if (c.sets) {
+                const int64_t bits = set(a + j);
+                seen &= ((sets[0][g] & int(bits)) | (sets[1][g] & int(bits >> 32))) == 0;
+            }
             step(j, seen);
         }
     }

@@ -427,7 +427,7 @@ def check(rule, call, draws, cpp=False):
         call["row_sum"] = draws.draw(BOTH, "row sum")
     # bits: one or two for each token, none for tokens 0, 5, ..
     if draws.draw(st.booleans(), "sets"):
-        sets = (2 ** torch.randint(8, (2, B, T), generator=dice(3))).sum(0)
+        sets = (2 ** (8 * torch.randint(8, (2, B, T), generator=dice(3)))).sum(0)
         call["sets"] = (sets * (torch.arange(T) % 5 > 0)).to(DEVICE)
     with mock.patch.object(kernels, "SMALL", tuple((*tile, 4, 1) for tile in call.pop("tiles"))):
         x, options = draw(rule, **call)
