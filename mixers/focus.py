@@ -553,9 +553,11 @@ class Focus(Mixer):
         k = self.featured(k)
         if self.hard and R == k.shape[2] and mask.hidden < 0:
             kernel = self.kernel_on(q.device.type)
-            qkv = [q, k, v] if kernel == "triton" else [for_products(y) for y in (q, k, v)]
-            if kernel == "cpp" and qkv[0].dtype != torch.float32:
+            if kernel == "cpp" and q.dtype == torch.float64:
                 kernel = "torch"
+            qkv = [q, k, v]
+            if kernel != "triton":  # kernels.cpp is faster in float32 than torch in bfloat16
+                qkv = [wide(y) if kernel == "cpp" else for_products(y) for y in qkv]
             o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, kernel)
             o = normalised_output(self, o, q, r, None)  # an extra key takes its share
         else:
