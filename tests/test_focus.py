@@ -1,4 +1,4 @@
-"""mixers/focus.py: balances in training, k-means, runs. Its formulas are in
+"""mixers/focus.py: balances in training, k-means, the sparse form, runs. Its formulas are in
 tests/reference_mixers.py."""
 
 import math
@@ -7,14 +7,16 @@ import layers
 import pytest
 import reference_mixers as reference
 import torch
-from bounds import below, close, same
-from conftest import by_default, train, train_here, weights
-from layers import normal
+from bounds import below, close, dice, same
+from conftest import by_default, examples, train, train_here, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import normal, with_gradients
 from torch.nn import functional as F
 
 from common.machine import Machine
 from evals.instrument import load_run
-from mixers.focus import BALANCES, k_means
+from mixers.focus import BALANCES, k_means, sparse
 
 
 def layer(**choices):
@@ -109,6 +111,37 @@ def test_k_means_finds_hidden_clusters_in_which_tokens_are_after_reclustering():
     close(module.middle, z.mean(0), terms=300)
     close(module.centroids, F.normalize(k_means(z - z.mean(0), 3), dim=-1), terms=300)
     assert torch.bincount(module.assign(x)[0].argmax(-1), minlength=3).min() > 20
+
+
+@pytest.mark.parametrize("kernel, dtype", [("torch", torch.float64), ("cpp", torch.float32)])
+@given(
+    st.sampled_from((70, 1, 2, 300)),
+    st.sampled_from((3, 1, 62)),
+    st.sampled_from((7, 1, 400)),
+    st.sampled_from((0.3, 0.03, 1.0)),
+)
+@settings(max_examples=examples(10))
+def test_every_open_pair_counts_once_whatever_groups_tokens_share(kernel, dtype, T, K, local, full):
+    """A token may be in any number of groups, or in none. The parts of some rows have no keys."""
+    members = torch.rand(2, T, K, generator=dice(T)) < full
+    share_group = (members.double() @ members.double().mT > 0)[:, None]
+    seen = (share_group | torch.ones(T, T).bool().triu(1 - local)).tril()
+
+    def full_attention(q, k, v):
+        k, v = (y.repeat_interleave(2, 1) for y in (k, v))
+        s = (q @ k.mT / 4).masked_fill(~seen, -math.inf)
+        return torch.cat([s.softmax(-1) @ v, s.logsumexp(-1, keepdim=True)], -1)
+
+    def in_parts(q, k, v):
+        qkv = [y.to(dtype) for y in (q, k, v)]
+        return torch.cat(sparse(*qkv, members, local, 0.25, kernel), -1)
+
+    qkv = [normal(2, heads, T, 16, stream=heads + T) for heads in (4, 2, 2)]
+    expected = with_gradients(full_attention, qkv)
+    size = max(1.0, *(part.abs().max().item() for part in expected))  # gradients may cancel
+    close(with_gradients(in_parts, qkv), expected, T + 16, size, dtype)
+    with torch.no_grad():
+        close(in_parts(*qkv), expected[0], T + 16, size, torch.float32)
 
 
 FOCUS = ("--attn=focus", "--window=4", "--max_iters=12", "--eval_interval=12")
