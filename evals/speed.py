@@ -306,8 +306,8 @@ def time_focus(args, machine, lengths, numbers):
     """Attention over the pairs that share a group, and full attention (Focus 2604.03260, table 6).
 
     Tokens are in random groups of about equal size, because only the sizes of groups change the
-    time. The time includes the choice of every token's largest groups and the sorting by group,
-    but not the router's matrix products."""
+    time. The time includes the choice of every token's largest groups and gathering the tokens of
+    each group, but not the router's matrix products."""
     C = args.n_head * WIDTH
     numbers |= {"heads": args.n_head, "width": WIDTH, "window": WINDOW, "lengths": {}}
     for T in lengths:

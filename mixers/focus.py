@@ -440,7 +440,7 @@ class Focus(Mixer):
     refused = {  # {axis: why Focus does not accept its other values}
         "window_every": "each layer has a router, which needs the layer's own window",
         "first": "its groups decide which keys a row sees beyond the window",
-        "pos": "its sparse form sorts the keys by group, so a bias by distance cannot be added",
+        "pos": "its sparse form gathers the keys of a group, so a bias by distance cannot be added",
         "rule": "only softmax can be computed in parts, which are merged by their log-sum-exps",
     }
     numbers = {"window": options.NUMBERS["window"], "topk": options.Number(0, more_than_groups)}
