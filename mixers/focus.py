@@ -397,16 +397,16 @@ def without_keys(sets, local):
 
 
 def masked_softmax(sets, scale, mask, i, q, k, v):
-    """The part of the rows at positions i, see kernels.run_blocks."""
+    """`one_part` for the rows at positions i, see kernels.run_blocks."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, mask)
     if sets is not None:
         seen = seen & ((sets[i, None] & sets[j]) == 0)
     if can_flash(q):
         return flash(q, k, v, seen, scale)
-    s = wide(grouped(q * scale, k.mT))  # (1, H, R, N)
+    s = scaled_scores(q, k, scale)  # (1, H, R, keys)
     w = softmax(s, seen)
-    return grouped(w.to(v.dtype), v), LogSumExp.apply(s, seen, w)
+    return kernels.weighted_sum(w, v, 0.0), LogSumExp.apply(s, seen, w)
 
 
 def can_flash(q):
