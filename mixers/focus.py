@@ -556,7 +556,7 @@ class Focus(Mixer):
             if kernel == "cpp" and q.dtype == torch.float64:
                 kernel = "torch"
             qkv = [q, k, v]
-            if kernel != "triton":  # kernels.cpp is faster in float32 than torch in bfloat16
+            if kernel != "triton":  # kernels.cpp computes in float32 under autocast as well
                 qkv = [wide(y) if kernel == "cpp" else for_products(y) for y in qkv]
             o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, kernel)
             o = normalised_output(self, o, q, r, None)  # an extra key takes its share
