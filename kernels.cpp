@@ -86,7 +86,7 @@ struct Call {
     Matrix q, k, v, t, mix, r, o, u, d_o, dr, dq, dk, dv, dt, dmix;
     float *table, *dtable;  // (H, BN + T + BN), and (B, H, tasks, BN + T + BN), 0 at first; or null
     int32_t* ends;          // (B or 1, T): the first row beyond those that see key j; null: T
-    int64_t* sets;          // (B, T): bit masks; a row sees no key that shares a bit; or null
+    int32_t* sets;          // (B, T, 2): bit masks; a row sees no key that shares a bit; or null
     int8_t* alive;          // (B, heads, blocks, chunks): has a tile weights other than 0? or null
     long B, H, heads, GK, GV, G, T, D, E, ends_batch, threads;
     float scale;
@@ -116,7 +116,7 @@ struct Block {
     float *k = memory<K>(VIEWS * long(size) * DP), *v = memory<VALUES>(long(size) * EP);
     float *q = memory<Q>(VIEWS * BM * DP), *qT = memory<QT>(VIEWS * BM * DP);
     V t[VIEWS][GROUPS], mix[GROUPS], r[GROUPS];
-    M sets[2][GROUPS] = {};  // the lower and the upper half of their bits
+    M sets[2][GROUPS] = {};  // the halves of their bits
     // of backward
     float *dk = memory<DK>(VIEWS * KEYS * DP), *dv = memory<DV>(KEYS * EP);
     float *d_o = memory<DO>(BM * EP), *doT = memory<DT>(BM * EP), *dq = memory<DQ>(VIEWS * BM * DP);
@@ -125,7 +125,7 @@ struct Block {
     long head(int view) const { return out * VIEWS + view; }
     long key(int view, int a) const { return (view * long(size) + a - lo) * DP; }  // place in k
     long value(int a) const { return long(a - lo) * EP; }
-    int set(int j, int half) const { return c.sets[batch * c.T + j] >> 32 * half; }
+    int set(int j, int half) const { return c.sets[2 * (batch * c.T + j) + half]; }
     int unseen(int j) const { return c.ends ? c.ends[batch * c.ends_batch + j] : c.T; }
     int keys(int a) const { return min({BN, end - a, last + 1 - a}); }  // in the chunk from a on
     float* row(const Matrix& x, long head, long i) const {
@@ -191,8 +191,7 @@ struct Block {
         for (int j = 0; kind == FULL && j < keys(a); j++) step(j, All{});
         for (int j = 0; kind == MASKED && j < keys(a); j++) {
             M seen = (i >= a + j) & (i < unseen(a + j));
-            if (c.sets)
-                seen &= ((sets[0][g] & set(a + j, 0)) | (sets[1][g] & set(a + j, 1))) == 0;
+            if (c.sets) seen &= ((sets[0][g] & set(a + j, 0)) | (sets[1][g] & set(a + j, 1))) == 0;
             step(j, seen);
         }
     }

@@ -397,16 +397,16 @@ def without_keys(sets, local):
 
 
 def masked_softmax(sets, scale, mask, i, q, k, v):
-    """The part of the rows at positions i, see kernels.run_blocks."""
+    """`one_part` for the rows at positions i, see kernels.run_blocks."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, mask)
     if sets is not None:
         seen = seen & ((sets[i, None] & sets[j]) == 0)
     if can_flash(q):
         return flash(q, k, v, seen, scale)
-    s = wide(grouped(q * scale, k.mT))  # (1, H, R, N)
+    s = scaled_scores(q, k, scale)  # (1, H, R, keys)
     w = softmax(s, seen)
-    return grouped(w.to(v.dtype), v), LogSumExp.apply(s, seen, w)
+    return kernels.weighted_sum(w, v, 0.0), LogSumExp.apply(s, seen, w)
 
 
 def can_flash(q):
@@ -556,7 +556,7 @@ class Focus(Mixer):
             if kernel == "cpp" and q.dtype == torch.float64:
                 kernel = "torch"
             qkv = [q, k, v]
-            if kernel != "triton":  # kernels.cpp is faster in float32 than torch in bfloat16
+            if kernel != "triton":  # kernels.cpp computes in float32 under autocast as well
                 qkv = [wide(y) if kernel == "cpp" else for_products(y) for y in qkv]
             o, r = sparse(*qkv, self.memberships(g, self.hard), self.local, self.scale, kernel)
             o = normalised_output(self, o, q, r, None)  # an extra key takes its share
