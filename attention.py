@@ -897,7 +897,7 @@ class Attention(Layer):
         if kernel == "cpp" and (not whole or q.dtype == torch.float64):
             kernel = "sdpa" if self.plain(self.config) else "torch"
         if kernel in ("triton", "cpp") and whole and not dropout:
-            o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r)
+            o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r, kernel == "cpp")
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
         else:
@@ -945,11 +945,11 @@ class Attention(Layer):
         mask,
         mix,  # lambda of the second view, or None
         need_r,
+        cpp,
     ):
         """By the rule's kernel: what `combined` returns, (B, heads, T, E), and the statistic or
         None. One call computes and subtracts both views, if the rule does not normalise, nothing
         needs the sum of a row, and a tile can hold both."""
-        cpp = self.kernel_on(q.device.type) == "cpp"
         run = partial(
             kernels.attend,
             q=q,

@@ -1,20 +1,23 @@
-// The walk of kernels.py in C++, for CPUs. Names and letters are those of kernels.py.
+// The walk of kernels.py in C++, for CPUs. Letters are those of kernels.py, but D and E are padded
+// to a multiple of WIDE here.
 //
-// common/cpp.py writes a rule's Triton functions (weigh, slope, settle, lift) in C++ in the place
-// of the line RULE below, so no rule is written twice. A tile is a block of BM rows and a chunk of
-// BN keys, stored as (BN, BM). A vector holds LANES rows: a sum over keys is a sum of vectors, a
-// mask a comparison. The forward pass keeps the scores of a block and all its keys in the cache, so
-// a rule can read them several times. The backward pass knows the statistic and needs each tile
-// once. Its task has KEYS keys, which fit into the L2 cache with their gradients, and meets all
-// blocks that see them. Threads change neither tasks nor the order of a sum, so no bit of a result.
+// common/cpp.py translates a rule's Triton functions (weigh, slope, settle, lift) to C++ and
+// inserts them at the line RULE, so no rule is written twice. A tile has BM rows and BN keys and is
+// stored as (BN, BM). A vector holds the same number for LANES rows: a sum over keys is a sum of
+// vectors, a mask a comparison.
+//
+// Forward: a task has ROWS rows of one head. It keeps the scores of BM rows and all their keys in
+// the cache, because some rules read them several times. Backward: a task has KEYS keys, and visits
+// every block of BM rows that sees them. At width 64 these keys take 512 KB with their gradients,
+// which fits into most L2 caches. Tasks do not depend on the number of threads, and sums have a
+// fixed order. So results are equal bit for bit.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <thread>
 #include <vector>
-using std::max;
-using std::min;
+using std::max, std::min;
 
 // --------------------------------------------------------------------------------- vectors of rows
 #if defined(__AVX512F__)
@@ -24,13 +27,13 @@ constexpr int LANES = 8, TALL = 6;
 #else
 constexpr int LANES = 4, TALL = 6;
 #endif
-constexpr int WIDE = 2 * LANES, BM = 32, BN = 64, GROUPS = BM / LANES, ROWS = 512, KEYS = 512;
+constexpr int WIDE = 2 * LANES;  // columns of a product that the registers hold
 typedef float V __attribute__((vector_size(4 * LANES), may_alias));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), may_alias, aligned(4)));
 typedef int32_t M __attribute__((vector_size(4 * LANES), may_alias));
 struct All {};  // the mask of a tile in which every row sees every key
 
-static inline V all(float x) { return V{} + x; }
+static inline V splat(float x) { return V{} + x; }
 static inline V where(M seen, V a, V b) { return seen ? a : b; }
 static inline V where(All, V a, V) { return a; }
 static inline V max(V a, V b) { return a > b ? a : b; }
@@ -41,8 +44,8 @@ static inline bool any(M found) {
     return found[0];
 }
 static inline V exp2(V x) {
-    // n: x rounded
-    const V n = max(min(x, all(127)), all(-126)) + 12582912.f - 12582912.f, f = x - n;
+    // adding 1.5 * 2^23 rounds x to a whole n. 2^x = 2^n 2^f, with f in [-1/2, 1/2]
+    const V n = max(min(x, splat(127)), splat(-126)) + 12582912.f - 12582912.f, f = x - n;
     V p = (1.5353362e-4f * f + 1.3398874e-3f) * f + 9.6184373e-3f;
     p = (((p * f + 5.5503324e-2f) * f + 2.4022648e-1f) * f + 6.9314720e-1f) * f + 1;
     return x < -126 ? V{} : p * (V)((__builtin_convertvector(n, M) + 127) << 23);
@@ -52,28 +55,31 @@ static inline V log2(V x) {
     const V m = (V)((M)x - (e << 23)), y = (m - 1) / (m + 1), y2 = y * y;  // log m = 2 artanh y
     const V p = 1 + y2 * (1 / 3.f + y2 * (1 / 5.f + y2 * (1 / 7.f + y2 / 9)));
     const V finite = __builtin_convertvector(e, V) + 2.885390082f * y * p;
-    return (x > 0) & (x < INFINITY) ? finite : x == 0 ? all(-INFINITY) : x > 0 ? x : all(NAN);
+    return (x > 0) & (x < INFINITY) ? finite : x == 0 ? splat(-INFINITY) : x > 0 ? x : splat(NAN);
 }
 
 // RULE
 
+constexpr int GROUPS = BM / LANES, ROWS = 512;  // vectors of a block; rows of a task of forward
 // vector g of row j, where rows have N numbers; by default in a tile
 static inline V& at(const float* x, int j, int g, int N = BM) {
     return *(V*)(x + j * N + g * LANES);
 }
 // C (rows, N) += A (rows, K) B (K, N), or = without add. A has any strides; N is a multiple of WIDE
+// clang needs the pragma to keep the sums in registers; g++ ignores it and unrolls the loops itself
 #define EACH_SUM _Pragma("unroll") for (int r = 0; r < R; r++) for (int h = 0; h < 2; h++)
 template <int R = TALL>
 static void product(const float* A, long row, long col, const float* B, float* C, int rows, int N,
                     int K, bool add = true) {
     for (; rows >= R; rows -= R, A += R * row, C += R * N)
         for (int n = 0; n < N; n += WIDE) {
-            V sum[R][2];  // in registers, if the compiler unrolls both loops
+            V sum[R][2];
             EACH_SUM sum[r][h] = add ? at(C + n, r, h, N) : V{};
             for (int k = 0; k < K; k++)
                 EACH_SUM sum[r][h] += A[r * row + k * col] * at(B + n, k, h, N);
             EACH_SUM at(C + n, r, h, N) = sum[r][h];
         }
+    // the last rows, fewer at a time
     if (rows) product<R - (R > 1)>(A, row, col, B, C, rows, N, K, add);
 }
 
@@ -84,10 +90,11 @@ struct Matrix {  // (B, heads, T, width) or (B, heads, T), or null; the stride a
 };
 struct Call {
     Matrix q, k, v, t, mix, r, o, u, d_o, dr, dq, dk, dv, dt, dmix;
-    float *table, *dtable;  // (H, BN + T + BN), and (B, H, tasks, BN + T + BN), 0 at first; or null
+    float *table, *dtable;  // (H, BN + T + BN), and (B, H, parts, BN + T + BN), 0 at first; or null
     int32_t* ends;          // (B or 1, T): the first row beyond those that see key j; null: T
     int32_t* sets;          // (B, T, 2): bit masks; a row sees no key that shares a bit; or null
     int8_t* alive;          // (B, heads, blocks, chunks): has a tile weights other than 0? or null
+    // heads of the output; GK or GV heads share a key or value head, G share both; stride of ends
     long B, H, heads, GK, GV, G, T, D, E, ends_batch, threads;
     float scale;
 };
@@ -98,15 +105,15 @@ static void transpose(float* to, const float* from, int width, float factor) {  
     for (int m = 0; m < BM; m++)
         for (int d = 0; d < width; d++) to[d * BM + m] = from[m * padded(width) + d] * factor;
 }
-// memory of this thread for one use, which its next task takes over
-enum Use { Q, QT, K, VALUES, DO, DT, O, U, S, G, DQ, DK, DV };
+// a buffer of this thread, which its next task uses again
+enum Use { Q, Q_T, K, VALUES, OUT, SUM_U, TILE_S, TILE_G, DO, DO_T, DQ, DK, DV };
 template <Use>
 static float* memory(long size) {
     static thread_local std::vector<V> held;
     if (held.size() < (size_t)count(size, LANES)) held.resize(count(size, LANES));
     return (float*)held.data();
 }
-enum Kind { SKIPPED, FULL, MASKED };
+enum Kind { SKIPPED, FULL, MASKED };  // of a tile: no row, every row, or some rows see its keys
 struct Block {
     const Call& c;
     long batch, out;       // the head of the output
@@ -114,12 +121,12 @@ struct Block {
     int i0 = 0, last = 0;  // its rows
     const int DP = padded(c.D), EP = padded(c.E);
     float *k = memory<K>(VIEWS * long(size) * DP), *v = memory<VALUES>(long(size) * EP);
-    float *q = memory<Q>(VIEWS * BM * DP), *qT = memory<QT>(VIEWS * BM * DP);
+    float *q = memory<Q>(VIEWS * BM * DP), *qT = memory<Q_T>(VIEWS * BM * DP);
     V t[VIEWS][GROUPS], mix[GROUPS], r[GROUPS];
     M sets[2][GROUPS] = {};  // the halves of their bits
     // of backward
-    float *dk = memory<DK>(VIEWS * KEYS * DP), *dv = memory<DV>(KEYS * EP);
-    float *d_o = memory<DO>(BM * EP), *doT = memory<DT>(BM * EP), *dq = memory<DQ>(VIEWS * BM * DP);
+    float *dk = memory<DK>(VIEWS * KEYS * DP), *dq = memory<DQ>(VIEWS * BM * DP);
+    float *dv = memory<DV>(KEYS * EP), *d_o = memory<DO>(BM * EP), *doT = memory<DO_T>(BM * EP);
     V dt[VIEWS][GROUPS] = {}, dmix[GROUPS] = {}, delta[GROUPS];
 
     long head(int view) const { return out * VIEWS + view; }
@@ -205,10 +212,11 @@ struct Block {
 };
 
 // ----------------------------------------------------------------------------------------- forward
-// The statistic of a group of rows from its scores s (keys, BM); of an online rule the maximum
+// The statistic of vector g of a block's rows, from the block's scores s (keys, BM). Online rules
+// get the maximum, and their statistic with the output
 static V statistic(const Block& b, int g, float* s) {
     const V t = b.t[0][g];
-    V r = all(FLOOR), w, z, u, sum_w, sum_z;
+    V r = splat(FLOOR), w, z, u, sum_w, sum_z;
     auto walk = [&](auto step) {
         for (int a = b.lo; a <= b.last; a += BN)
             b.walk(g, a, [&](int j, auto seen) { step(lift(at(s, a - b.lo + j, g), t), seen); });
@@ -231,12 +239,12 @@ static void forward_block(Block& b) {
     const Call& c = b.c;
     const long size = count(b.last + 1 - b.lo, BN) * BN * BM;
     const bool save_u = SAVE_U && c.u.at;
-    float *s = memory<S>(VIEWS * size), *u = memory<G>(BN * BM);
-    float *o = memory<O>(BM * b.EP), *sum_u = memory<U>(BM * b.EP);
+    float *s = memory<TILE_S>(VIEWS * size), *u = memory<TILE_G>(BN * BM);
+    float *o = memory<OUT>(BM * b.EP), *sum_u = memory<SUM_U>(BM * b.EP);
     V sum_w[GROUPS] = {}, sum_z[GROUPS] = {}, of_o[GROUPS], of_u[GROUPS];
     for (int view = 0; view < VIEWS; view++)
         for (int a = b.lo; a <= b.last; a += BN)
-            if (b.kind(a)) b.tile_scores(view, a, s + view * size + (a - b.lo) * BM);
+            if (b.kind(a) != SKIPPED) b.tile_scores(view, a, s + view * size + (a - b.lo) * BM);
     for (int g = 0; g < GROUPS; g++) b.r[g] = statistic(b, g, s);
     for (float* x : {o, sum_u}) std::fill_n(x, BM * b.EP, 0.f);
     for (int a = b.lo; a <= b.last; a += BN, s += BN * BM) {
@@ -263,9 +271,10 @@ static void forward_block(Block& b) {
     for (int g = 0; g < GROUPS; g++) {
         const V top = b.r[g];
         if (SETTLES && !PASSES) b.r[g] = settle<true>(top, b.t[0][g], sum_w[g], sum_z[g]);
-        of_u[g] = 1 / max(sum_z[g], all(1e-30f));
-        of_o[g] = ONLINE ? exp2(top - b.r[g]) : all(1);
-        if (PASSES > 1) of_o[g] = 1 / max(sum_w[g], all(1e-30f));
+        of_u[g] = 1 / max(sum_z[g], splat(1e-30f));
+        of_o[g] = ONLINE ? exp2(top - b.r[g]) : splat(1);
+        // r is rounded: sums may miss 1 by 1e-4
+        if (PASSES > 1) of_o[g] = 1 / max(sum_w[g], splat(1e-30f));
         b.r[g] *= PLAIN_SUM ? 1 : 1 / UNIT;
     }
     for (int n = 0; n < BM * b.EP; n++) {
@@ -283,7 +292,7 @@ extern "C" void forward(const Call& c) {
     for (long task; (task = next++) < c.B * c.heads * parts;) {  // ROWS rows, the last ones first
         const int first = (parts - 1 - task % parts) * ROWS, end = min(first + long(ROWS), c.T);
         Block b{c, task / parts / c.heads, task / parts % c.heads, 0, end, end, first, end - 1};
-        while (!b.kind(b.lo)) b.lo += BN;
+        while (b.kind(b.lo) == SKIPPED) b.lo += BN;  // before the first row's keys
         b.load_keys();
         for (int i = first; i < end; i += BM) {
             b.load_rows(i);
@@ -302,7 +311,7 @@ static void slopes(Block& b, int a, float* tile_w, float* tile_ds) {
         V sum{}, w, z, u, ds, dt;
         for (int view = 0; view < VIEWS; view++) {
             V &s = at(tile_ds + view * BN * BM, j, n), t = b.t[view][n];
-            const V f = view ? -b.mix[n] : all(1);
+            const V f = view ? -b.mix[n] : splat(1);
             weigh(lift(s, t), b.r[n], t, w, z, u);
             slope(s, b.r[n], t, f * g, b.delta[n], ds, dt);
             w = where(seen, w, V{});
@@ -314,7 +323,8 @@ static void slopes(Block& b, int a, float* tile_w, float* tile_ds) {
         at(tile_w, j, n) = sum;
     });
 }
-// sums of ds by distance, in an order in which a load does not wait for a store that overlaps it
+// Sums of ds by distance. d visits every distance once, in steps of LANES, so that no load waits
+// for a store that overlaps it
 static void add_to_table(const Block& b, int a, float* ds, float* dtable) {
     for (int d = 1 - BN, n = 0; n < BN + BM - 1; n++, d += LANES) {  // row minus key, in the tile
         if (d >= BM) d -= count(BN + BM - 1, LANES) * LANES - 1;
@@ -327,31 +337,34 @@ static void add_to_table(const Block& b, int a, float* ds, float* dtable) {
 static void backward_block(Block& b, int i, int part, std::atomic<int>& added) {
     const Call& c = b.c;
     const long parts = count(c.T, KEYS);
-    float *w = memory<G>(BN * BM), *ds = memory<S>(VIEWS * BN * BM);
+    float *w = memory<TILE_G>(BN * BM), *ds = memory<TILE_S>(VIEWS * BN * BM);
     b.load_rows(i);
     b.load_row(b.r, c.r, b.out, PLAIN_SUM ? 1 : UNIT);
     b.load(b.d_o, c.d_o, b.out, i, BM, c.E);
     transpose(b.doT, b.d_o, c.E, 1);
-    for (V* x : {b.dt[0], b.dt[VIEWS - 1], b.dmix}) std::fill_n(x, GROUPS, V{});
+    std::fill_n(b.dt[0], VIEWS * GROUPS, V{});
+    std::fill_n(b.dmix, GROUPS, V{});
     std::fill_n(b.dq, VIEWS * BM * b.DP, 0.f);
     b.load_row(b.delta, c.dr, b.out, -1);  // delta_i = do_i . U_i - dr_i, or -dr_i
     for (int m = 0; SETTLES && !PLAIN_SUM && i + m <= b.last; m++)
         for (int e = 0; e < c.E; e++)
             lane(b.delta, m) += b.d_o[m * b.EP + e] * b.row(c.u, b.out, i + m)[e];
     for (int a = b.lo; a < b.end && a <= b.last; a += BN) {
-        if (!b.kind(a) || (b.alive(a) && !*b.alive(a))) continue;
+        if (b.kind(a) == SKIPPED || (b.alive(a) && !*b.alive(a))) continue;
         slopes(b, a, w, ds);
         product(w, BM, 1, b.d_o, b.dv + b.value(a), b.keys(a), b.EP, BM);
         for (int view = 0; view < VIEWS; view++) {
             const long q = view * BM * b.DP, k = b.key(view, a);
-            float* one = ds + view * BN * BM;
-            product(one, BM, 1, b.q + q, b.dk + k, b.keys(a), b.DP, BM);
-            product(one, 1, BM, b.k + k, b.dq + q, BM, b.DP, b.keys(a));
+            float* of_view = ds + view * BN * BM;
+            product(of_view, BM, 1, b.q + q, b.dk + k, b.keys(a), b.DP, BM);
+            product(of_view, 1, BM, b.k + k, b.dq + q, BM, b.DP, b.keys(a));
             const long place = (b.batch * c.H + b.head(view)) * parts + part;
-            if (c.dtable) add_to_table(b, a, one, c.dtable + place * (c.T + 2 * BN));
+            if (c.dtable) add_to_table(b, a, of_view, c.dtable + place * (c.T + 2 * BN));
         }
     }
-    while (added < part) std::this_thread::yield();  // sums over keys: tasks add in their order
+    // dq, dt and dmix are sums over keys. Tasks add theirs in order, whatever the threads. An
+    // earlier task has been taken before, so it ends
+    while (added < part) std::this_thread::yield();
     for (int view = 0; view < VIEWS; view++) {
         float* dq = b.dq + view * BM * b.DP;
         b.save(dq, c.dq, b.head(view), i, b.last + 1 - i, c.D, c.scale, part);

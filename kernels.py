@@ -1240,6 +1240,7 @@ class Call(NamedTuple):
     window: int
     first: int
     learn: bool  # will there be a backward pass?
+    learn_table: bool  # does it need the table's gradient?
     skip: bool
     cpp: bool  # by kernels.cpp, on a CPU
 
@@ -1329,7 +1330,8 @@ def attend(
     starts (B, T) int64: packed documents. Row i sees no key before starts[:, i]; `first` counts
         from there.
     cpp: compute on a CPU by kernels.cpp, in float32 whatever the dtype of q, k and v. A NaN in v
-        may reach all rows of a block in which one row sees it, and no others.
+        may reach all rows of a block in which one row sees it, and no others. The gradient of a
+        bias by distance takes T / 512 rows of T numbers a head.
     Output and statistic are differentiable in q, k, v, t, table, tail, slope and mix, except for a
     statistic that is found by iteration.
     """
@@ -1340,7 +1342,7 @@ def attend(
     if t is not None and rule in KERNELS:
         rule = KERNELS[rule].with_t or rule
     learn = torch.is_grad_enabled()
-    numbers = (scale, window, first, learn, skip, cpp)
+    numbers = (scale, window, first, learn, False, skip, cpp)
     call = Call(rule, q, k, v, t, table, tail, slope, mix, sets, starts, *numbers)
     for bad, why in problems(call, row_sum, power):
         if bad:
@@ -1366,6 +1368,7 @@ def attend(
         starts=None if starts is None else starts.int().contiguous(),
         scale=float(scale),
         learn=learn and any(isinstance(part, Tensor) and part.requires_grad for part in call),
+        learn_table=learn and table is not None and table.requires_grad,
     )
     o, r, *_ = run_forward(*call)
     if kernel.settle is None and not row_sum:
@@ -1499,14 +1502,13 @@ def run_forward(*args):
     return o, r, u, alive
 
 
-def run_in_cpp(function, call, table=None, **more):
-    """Run forward or backward of kernels.cpp. more: tensors by their names in its struct Call.
-    table: padded by BN zeros at both ends."""
+def run_in_cpp(function, call, **more):
+    """Run forward or backward of kernels.cpp. more: tensors by their names in its struct Call."""
     (B, H, T, D), E = call.q.shape, call.v.shape[3]
     tensors = {name: getattr(call, name) for name in ("q", "k", "v", "t", "mix", "sets")} | more
     tensors["ends"] = ends = row_ends(call)
     if call.table is not None:
-        tensors["table"] = F.pad(call.table, (IN_CPP[1], IN_CPP[1]))
+        tensors["table"] = F.pad(call.table, (in_cpp.BN, in_cpp.BN))
     in_cpp.run(
         call.library,
         function,
@@ -1678,7 +1680,7 @@ def run_backward(*args):
     launch(backward_rows, call, (inputs, matrix(u), r, do, dr, *of_rows, live))
     live = live_lists(alive, "backward_keys", call)
     launch(backward_keys, call, (inputs, r, do, delta, matrix(dk), matrix(dv), live))
-    if call.table is not None:
+    if call.learn_table:
         diagonals = dtable.shape[2]
         launch(backward_table, call, (inputs, r, do, delta, dtable, diagonals), diagonals)
     return grads
@@ -1686,8 +1688,8 @@ def run_backward(*args):
 
 @run_backward.register_fake
 def allocate_backward(*args):
-    """Empty gradients: of the table sums of tiles, see backward_table; of tail and slope one for
-    each row. The rest of the work is done by `differentiate`."""
+    """Empty gradients: of the table sums of tiles, see backward_table, or with cpp sums by distance
+    for each task; of tail and slope one for each row. `differentiate` does the rest."""
     call = Call(*args[: len(Call._fields)])
     B, H, T, D = call.q.shape
 
@@ -1696,8 +1698,8 @@ def allocate_backward(*args):
 
     sums = ()  # of the table's gradient
     if call.cpp:
-        sums = count(T, IN_CPP[2]), T + 2 * IN_CPP[1]
-    elif call.table is not None:
+        sums = count(T, in_cpp.KEYS), T + 2 * in_cpp.BN
+    elif call.learn_table:
         n, *_ = tile_config("backward_table", call)
         sums = visible_diagonals(call, n), n, n
     return (
@@ -1705,7 +1707,7 @@ def allocate_backward(*args):
         rows_of_all_heads(call.q, H // call.shared, D),
         rows_of_all_heads(call.q, call.heads // call.shared, call.v.shape[-1]),
         float32(call.t, B, H, T),
-        float32(call.table, B, H, *sums),
+        float32(call.table if call.learn_table else None, B, H, *sums),
         float32(call.tail, B, H, T),
         float32(call.slope, B, H, T),
         float32(call.mix, B, H // 2, T),
@@ -1774,9 +1776,9 @@ def differentiate(ctx, do, dr, *_):
     }
     if call.t is not None:
         grads["t"] = of.t
-    if call.table is not None and call.cpp:
-        grads["table"] = of.table.sum((0, 2))[:, IN_CPP[1] : -IN_CPP[1]]
-    elif call.table is not None:
+    if call.learn_table and call.cpp:
+        grads["table"] = of.table.sum((0, 2))[:, in_cpp.BN : -in_cpp.BN]
+    elif call.learn_table:
         grads["table"] = table_of_tiles(of.table.sum(0), call.table.shape[1])
     if call.tail is not None:
         grads["tail"] = of.tail.sum((0, 2))
@@ -1826,7 +1828,6 @@ run_backward.register_autograd(refuse_second_derivative)
 # each other's work. (At width 256, in Triton 3.6 and at widths that are not a power of two, some
 # kernels spill.)
 
-IN_CPP = (32, 64, 512)  # BM, BN and KEYS of kernels.cpp
 COLUMNS = ("forward", "backward_rows", "backward_keys", "backward_table")
 # Keys: GPU generation (0: float32, on any), width, kind of call. A gap is filled by the next row.
 # Kinds: 0 plain; 1 a table, tail, slope or window; 2 a heavy rule; 3 two views; 4 two views and
@@ -1876,7 +1877,7 @@ def tile_config(kernel, call):
     """(BM, BN, warps, stages) of a kernel in this call."""
     column = COLUMNS.index(kernel)
     if call.cpp:
-        return *IN_CPP[:2], 0, 0
+        return in_cpp.BM, in_cpp.BN, 0, 0
     if INTERPRETED:
         return SMALL[column]
     biased = any(part is not None for part in (call.table, call.tail, call.slope))

@@ -197,8 +197,8 @@ class GPTConfig(Knobs):
     kernel: str = knob(
         "auto",
         "code that computes attention: torch (the block loop in PyTorch); triton, or on a CPU "
-        "cpp (fused kernels; the block loop while decoding); sdpa (torch's fused softmax); auto: "
-        "the fastest that can compute the recipe here",
+        "cpp (fused kernels; they do not decode); sdpa (torch's fused softmax); auto: the fastest "
+        "that can compute the recipe here",
         ("auto", "torch", "triton", "cpp", "sdpa"),
     )
     # the axes

@@ -351,7 +351,7 @@ def cpp_obstacles(config, device, rules):
     yield "cpp", device != "cpu", "it computes on a CPU"
     low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
     yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
-    if config.kernel in ("auto", "cpp") and device == "cpu":
+    if config.kernel in ("auto", "cpp") and device == "cpu" and not low:
         for rule, views in rules:
             reason = kernels.why_not_cpp(rule, views)
             yield "cpp", reason, reason

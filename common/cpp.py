@@ -2,7 +2,7 @@
 
 A function of one tile, such as softmax_weigh, is called once with names in place of numbers. Each
 operation on a name writes a line of C++, so the rule is written once. The compiler is g++ or
-clang++. A library is built once for each rule, compiler and processor, in about three seconds, and
+clang++. A library is built once for each rule, compiler and processor, in about two seconds, and
 kept in a private folder.
 """
 
@@ -21,9 +21,13 @@ from pathlib import Path
 # ------------------------------------------------------------------------------ a function in C++
 
 
+# rows and keys of a tile, and keys of a task, of kernels.cpp
+BM, BN, KEYS = 32, 64, 512
+
+
 class Name:
     """A vector of floats (kind V) or a mask (M) in C++. Arithmetic with it writes a line into
-    `lines`, and returns the name of the result. What is not defined here raises TypeError."""
+    `lines`, and returns the name of the result. What is not defined here raises an error."""
 
     lines = []
 
@@ -54,7 +58,7 @@ def code_of(x, kind="V"):
     if isinstance(x, Name):
         return x.code
     number = float(getattr(x, "value", x))  # .value: of a tl.constexpr
-    return f"all({number!r}f)".replace("inff", "INFINITY").replace("nanf", "NAN")
+    return f"splat({number!r}f)".replace("inff", "INFINITY").replace("nanf", "NAN")
 
 
 for name, sign in {"add": "+", "sub": "-", "mul": "*", "truediv": "/"}.items():
@@ -89,8 +93,8 @@ def first_line(said):
 
 
 def in_python(x, made):
-    """A Triton function as an ordinary function that calls `tl` above, and so are those that it
-    calls; anything else as it is. made: {function: its copy}, because some call themselves."""
+    """A copy of a Triton function, and of those that it calls, as Python functions that use `tl`
+    above. Anything else is returned as it is. made: {function: its copy}: some call themselves."""
     f = getattr(x, "fn", getattr(x, "value", x))  # .value: of a tl.constexpr
     if not isinstance(f, types.FunctionType):
         return f
@@ -103,7 +107,7 @@ def in_python(x, made):
     return made[f]
 
 
-def in_cpp(head, f, names, outputs, **constants):
+def translated(head, f, names, outputs, **constants):
     """The C++ function `head`, which assigns f of the variables `names` to `outputs`. Raises
     ValueError where f does something that cannot be translated."""
     Name.lines = []
@@ -121,6 +125,9 @@ def rule_in_cpp(kernel, views):
     """The functions and constants of a Kernel."""
     floats = {"UNIT": kernel.unit, "FLOOR": kernel.floor}
     numbers = {
+        "BM": BM,
+        "BN": BN,
+        "KEYS": KEYS,
         "VIEWS": views,
         "ONLINE": kernel.online,
         "PASSES": kernel.passes,
@@ -132,7 +139,7 @@ def rule_in_cpp(kernel, views):
     parts = [f"constexpr float {name} = {value!r}f;\n" for name, value in floats.items()]
     parts += [f"constexpr int {name} = {int(value)};\n" for name, value in numbers.items()]
     parts.append(
-        in_cpp(
+        translated(
             "static inline V lift(V s, V t)",
             kernel.lift or (lambda s, t, power: s),
             "s t",
@@ -141,7 +148,7 @@ def rule_in_cpp(kernel, views):
         )
     )
     parts.append(
-        in_cpp(
+        translated(
             "static inline void weigh(V s, V r, V t, V& w, V& z, V& u)",
             kernel.weigh,
             "s r t",
@@ -150,7 +157,7 @@ def rule_in_cpp(kernel, views):
         )
     )
     parts.append(
-        in_cpp(
+        translated(
             "static inline void slope(V s, V r, V t, V g, V delta, V& ds, V& dt)",
             kernel.slope,
             "s r t g delta",
@@ -161,7 +168,7 @@ def rule_in_cpp(kernel, views):
     parts.append("template <bool FIRST> V settle(V r, V t, V sum_w, V sum_z);\n")
     for first in ("true", "false"):
         parts.append(
-            in_cpp(
+            translated(
                 f"template <> inline V settle<{first}>(V r, V t, V sum_w, V sum_z)",
                 kernel.settle or (lambda r, t, power, sum_w, sum_z, FIRST: r),
                 "r t sum_w sum_z",
@@ -177,7 +184,8 @@ def rule_in_cpp(kernel, views):
 
 FLAGS = "-O3 -std=c++17 -fPIC -fno-math-errno -fno-trapping-math -w".split()
 # With OpenMP the library uses the threads of torch, whose runtime is in the process already, so it
-# is not linked. Apple's clang has no OpenMP: one thread
+# is not linked. On Linux that is GCC's: what clang++ builds for another cannot be loaded there, and
+# Apple's has none. Then the second attempt gives one thread
 ATTEMPTS = (["-march=native", "-fopenmp"], ["-march=native"], ["-mcpu=native"])
 
 
@@ -195,7 +203,7 @@ def library_or_reason(kernel, views):
     compiler = next(filter(None, map(shutil.which, ("g++", "clang++"))), None)
     if compiler is None:
         return "there is no compiler: install g++ or clang++"
-    reason = ""
+    reasons = []
     try:
         walk = (Path(__file__).parent.parent / "kernels.cpp").read_text(encoding="utf-8")
         source = walk.replace("// RULE", rule_in_cpp(kernel, views))
@@ -206,10 +214,10 @@ def library_or_reason(kernel, views):
             except (OSError, subprocess.CalledProcessError) as e:
                 said = getattr(e, "stderr", None) or str(e)
                 errors = [line for line in said.splitlines() if "error" in line]
-                reason = reason or f"{compiler} failed: {first_line([*errors, said][0])}"
+                reasons.append(f"{compiler} failed: {first_line([*errors, said][0])}")
     except Exception as e:  # whatever it is, the block loop can train
-        reason = first_line(e) or type(e).__name__
-    return reason
+        return first_line(e) or type(e).__name__
+    return reasons[1]  # the first may only be that there is no OpenMP
 
 
 def built(source, command):
@@ -296,8 +304,8 @@ class Call(ctypes.Structure):
 
 
 def run(library, function, tensors, **numbers):
-    """Call a function of a library. tensors: by name, float32 but for `ends` and `alive`; None or
-    an empty one: absent."""
+    """Call a function of a library. tensors: by name, float32, except `sets` (int64), `ends`
+    (int32) and `alive` (int8); None or an empty one: absent."""
     call, kept = Call(**numbers), []
     for name, x in tensors.items():
         if x is None or not x.numel():

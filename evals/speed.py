@@ -22,6 +22,7 @@ import kernels
 import mixers
 from axes.layer import Cache
 from common import files
+from common.cpp import processor
 from common.flags import knob
 from common.machine import Machine
 from evals.instrument import (
@@ -104,8 +105,9 @@ def command(args, run):
     lengths = whole_numbers(lengths, "lengths") if lengths else []
     machine = Machine(args.device, args.dtype)
     triton = kernels.triton.__version__ if kernels.AVAILABLE else None
-    numbers = {"machine": str(machine), "triton": triton}
-    text = [f"{machine}, triton {triton}"]
+    chip = processor().partition("\n")[0].partition(": ")[2] or processor()
+    numbers = {"machine": str(machine), "processor": chip, "triton": triton}
+    text = [f"{machine}, triton {triton}, {chip}"]
     for part in measure(args, machine, lengths, numbers):
         text.append(part)
         if args.out:  # after every part: the next one may need too much memory
@@ -410,7 +412,7 @@ def gain_of_skipping(
 ):
     """The speed-up of a layer's forward and backward pass if its kernel skips dead tiles; None
     without a kernel."""
-    if mixers.choose_kernel(module.config, q.device.type) != "triton":
+    if mixers.choose_kernel(module.config, q.device.type) not in ("triton", "cpp"):
         return None
     leaves = [part.detach().requires_grad_() for part in (q, k, v)]  # backward stops here
 

@@ -152,5 +152,7 @@ def choose_kernel(config, device, importance=False):
         if device == "cpu" and config.kernel == "auto" and kernel != "cpp":
             cannot = layer.obstacles_by_kernel(one, device, MIXERS[one.mixer].obstacles)
             kernel += f" (not cpp: {cannot['cpp']})"
+        if one.mixer == "focus" and kernel != "torch":
+            kernel = f"torch ({kernel} in evaluation, where gates are hard)"
         found.append(kernel)
     return " and ".join(dict.fromkeys(found))

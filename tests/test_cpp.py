@@ -152,7 +152,7 @@ def test_a_run_resumes_bit_for_bit(attn, tmp_path, data, capsys):
 
 def translated(function):
     """The C++ of a function of s."""
-    return cpp.in_cpp("void f(V s)", function, "s", ["w ="])
+    return cpp.translated("void f(V s)", function, "s", ["w ="])
 
 
 @pytest.mark.parametrize(
