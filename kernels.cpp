@@ -277,13 +277,11 @@ static void forward_block(Block& b) {
         if (PASSES > 1) of_o[g] = 1 / max(sum_w[g], splat(1e-30f));
         b.r[g] *= PLAIN_SUM ? 1 : 1 / UNIT;
     }
-    for (int n = 0; n < BM * b.EP; n++) {
-        o[n] *= lane(of_o, n / b.EP);
-        sum_u[n] *= lane(of_u, n / b.EP);
-    }
     b.save_row(b.r, c.r, b.out);
-    b.save(o, c.o, b.out, b.i0, b.last + 1 - b.i0, c.E);
-    if (save_u) b.save(sum_u, c.u, b.out, b.i0, b.last + 1 - b.i0, c.E);
+    for (int m = 0; b.i0 + m <= b.last; m++) {
+        b.save(o + m * b.EP, c.o, b.out, b.i0 + m, 1, c.E, lane(of_o, m));
+        if (save_u) b.save(sum_u + m * b.EP, c.u, b.out, b.i0 + m, 1, c.E, lane(of_u, m));
+    }
 }
 extern "C" void forward(const Call& c) {
     const long parts = count(c.T, ROWS);
