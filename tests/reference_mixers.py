@@ -204,7 +204,8 @@ def with_momentum(module, q, k, v, x):
         gradient = gradient_of(answer, before, k_t, v_t)
         # the curvature along the gradient: |gradient by M|^2 / |gradient by the answer|^2
         slope = sum(g.square().sum((-1, -2), keepdim=True) for g in gradient)
-        curvature = slope / (answer(before, k_t) - v_t).square().sum(-1, keepdim=True)
+        # 1e-12: if nothing is stored and v_t is 0, both are 0
+        curvature = slope / ((answer(before, k_t) - v_t).square().sum(-1, keepdim=True) + 1e-12)
         rate_t = rate_t / (rate_t * curvature / 2).clamp(min=1)
         step = rate_t * (1 - eta_t) / size
         P = [eta_t * p - step * g for p, g in zip(P, gradient, strict=True)]
