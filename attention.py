@@ -860,6 +860,8 @@ class Attention(Layer):
             self.rule = dataclasses.replace(self.rule, weights=weights)
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
+        # what computes what kernels.cpp cannot, such as a step of decoding
+        self.beside_cpp = "sdpa" if self.plain(config) else "torch"
         self.skip_dead = True  # the kernels skip tiles without weights; False to measure the gain
 
     def forward(self, x, cache=None, rope=None, starts=None, importance=None):
@@ -895,7 +897,7 @@ class Attention(Layer):
         kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
         if kernel == "cpp" and (not whole or q.dtype == torch.float64):
-            kernel = "sdpa" if self.plain(self.config) else "torch"
+            kernel = self.beside_cpp
         if kernel in ("triton", "cpp") and whole and not dropout:
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r, kernel == "cpp")
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):

@@ -1271,6 +1271,15 @@ class Call(NamedTuple):
         return gcd(heads // self.k.shape[1], heads // self.v.shape[1]) if self.mix is None else 1
 
     @property
+    def sharing(self):
+        """GK, GV and G of `Inputs`."""
+        return {
+            "GK": self.q.shape[1] // self.k.shape[1],
+            "GV": self.heads // self.v.shape[1],
+            "G": self.shared,
+        }
+
+    @property
     def has_window(self):
         return 0 < self.window < self.q.shape[2]
 
@@ -1516,12 +1525,10 @@ def run_in_cpp(function, call, **more):
         B=B,
         H=H,
         heads=call.heads,
-        GK=H // call.k.shape[1],
-        GV=call.heads // call.v.shape[1],
-        G=call.shared,
         T=T,
         D=D,
         E=E,
+        **call.sharing,
         ends_batch=T if ends is not None and len(ends) > 1 else 0,
         threads=torch.get_num_threads(),
         scale=call.scale,
@@ -1624,9 +1631,7 @@ def kernel_inputs(call):
         starts=call.starts,
         ends=None if call.starts is None else document_ends(call.starts),
         H=H,
-        GK=H // call.k.shape[1],
-        GV=call.heads // call.v.shape[1],
-        G=call.shared,
+        **call.sharing,
         T=T,
         W=0 if call.table is None else call.table.shape[1],
         window=call.window if call.has_window else None,

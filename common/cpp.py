@@ -15,7 +15,7 @@ import stat
 import subprocess
 import tempfile
 import types
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 # ------------------------------------------------------------------------------ a function in C++
@@ -138,45 +138,28 @@ def rule_in_cpp(kernel, views):
     }
     parts = [f"constexpr float {name} = {value!r}f;\n" for name, value in floats.items()]
     parts += [f"constexpr int {name} = {int(value)};\n" for name, value in numbers.items()]
-    parts.append(
-        translated(
-            "static inline V lift(V s, V t)",
-            kernel.lift or (lambda s, t, power: s),
-            "s t",
-            ["return"],
-            power=kernel.power,
-        )
-    )
-    parts.append(
-        translated(
+    one = partial(translated, power=kernel.power)
+    lift = kernel.lift or (lambda s, t, power: s)
+    settle = kernel.settle or (lambda r, t, power, sum_w, sum_z, FIRST: r)
+    parts += [
+        one("static inline V lift(V s, V t)", lift, "s t", ["return"]),
+        one(
             "static inline void weigh(V s, V r, V t, V& w, V& z, V& u)",
             kernel.weigh,
             "s r t",
             ["w =", "z =", "u ="],
-            power=kernel.power,
-        )
-    )
-    parts.append(
-        translated(
+        ),
+        one(
             "static inline void slope(V s, V r, V t, V g, V delta, V& ds, V& dt)",
             kernel.slope,
             "s r t g delta",
             ["ds =", "dt ="],
-            power=kernel.power,
-        )
-    )
-    parts.append("template <bool FIRST> V settle(V r, V t, V sum_w, V sum_z);\n")
-    for first in ("true", "false"):
-        parts.append(
-            translated(
-                f"template <> inline V settle<{first}>(V r, V t, V sum_w, V sum_z)",
-                kernel.settle or (lambda r, t, power, sum_w, sum_z, FIRST: r),
-                "r t sum_w sum_z",
-                ["return"],
-                power=kernel.power,
-                FIRST=first == "true",
-            )
-        )
+        ),
+        "template <bool FIRST> V settle(V r, V t, V sum_w, V sum_z);\n",
+    ]
+    for first in (True, False):
+        head = f"template <> inline V settle<{str(first).lower()}>(V r, V t, V sum_w, V sum_z)"
+        parts.append(one(head, settle, "r t sum_w sum_z", ["return"], FIRST=first))
     return "".join(parts)
 
 
