@@ -3,6 +3,7 @@ is the file's."""
 
 import argparse
 import importlib.util
+import json
 import math
 import re
 import runpy
@@ -263,3 +264,21 @@ def test_the_essences_rules_are_those_of_attention():
         found = rule(s.masked_fill(~seen, -1e9), seen, 0.7 / n)
         # attention.py adds 1e-8 to softpick's divisor, which is above 0.1 here
         below((found - expected).abs(), 1e-7 if name == "softpick" else 1e-14)
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs_the_essence_and_its_outputs_are_those_it_shows(capsys):
+    """Its code is that of sink.py. Torch versions round differently, so digits may move a little."""
+    cells = json.loads((ROOT / "docs/sink.ipynb").read_text(encoding="utf-8"))["cells"]
+    source = (ROOT / "docs/sink.py").read_text(encoding="utf-8")
+    names, known = {}, 0
+    for cell in cells:
+        code, shown = "".join(cell["source"]), cell.get("outputs")
+        if cell["cell_type"] != "code":
+            continue
+        known += sum(part in source for part in code.split("\n\n\n"))
+        exec(code, names)
+        found = re.findall(r"rows: ([\d.]+) on", capsys.readouterr().out)
+        expected = re.findall(r"rows: ([\d.]+) on", "".join(shown[0]["text"]) if shown else "")
+        assert [*map(float, found)] == pytest.approx([*map(float, expected)], abs=0.03)
+    assert known >= 5  # imports, sizes and rules, the task, the model, training
