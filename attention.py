@@ -23,7 +23,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
@@ -845,6 +845,27 @@ kernels.offer(
 AXES = {"rule": RULES} | options.AXES
 
 
+@cache
+@torch.no_grad()
+def check_rows(name, power):
+    """Raise ValueError if a row of this rule has other weights alone than among others. Training
+    computes up to 128 rows at a time, and decoding one, so rows must be independent."""
+    rule = RULES[name]
+    s = torch.linspace(-2, 2, 24, dtype=torch.float64, device="cpu").cos().view(4, 6) * 3  # (R, T)
+    seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
+    t = s.new_full((4, 1), 0.5) if rule.row_input else None
+    given = {"power": power} if rule.power else {}
+    together = rule.weights(s, seen, t, **given)
+    for i in range(4):
+        row = slice(i, i + 1)
+        alone = rule.weights(s[row], seen[row], None if t is None else t[row], **given)
+        if not torch.allclose(alone, together[row]):
+            raise ValueError(
+                f"--rule={name} gives row {i} other weights alone than among other rows, but rows "
+                "must be independent: write a mixer (docs/add-your-own.md)"
+            )
+
+
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
     mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
@@ -858,6 +879,7 @@ class Attention(Layer):
             self.power = self.rule.power(self.args)
             weights = partial(self.rule.weights, power=self.power)
             self.rule = dataclasses.replace(self.rule, weights=weights)
+        check_rows(config.rule, self.power)
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
         # what computes what kernels.cpp cannot, such as a step of decoding

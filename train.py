@@ -158,6 +158,9 @@ class Train(Knobs):
         20, "windows per evaluation, as a multiple of batch_size; always the same ones", least=1
     )
     log_interval: int = knob(10, "steps between rows of log.csv", least=1)
+    wandb: str = knob(
+        "", "also send the rows of log.csv to this project of Weights & Biases (pip install wandb)"
+    )
     # the machine
     seed: int = knob(1337, "seed of initial weights, data order and dropout")
     device: str = knob("auto", "cuda, cuda:1, mps, cpu; auto: the fastest one here")
@@ -311,6 +314,9 @@ class Training:
             self.kernel = mixers.choose_kernel(  # raises if it is not there
                 config, machine.device.type, importance=knobs.head_balance > 0
             )
+        self.tracker = None  # offline with WANDB_MODE=offline
+        if knobs.wandb and machine.main:
+            self.tracker = files.optional("wandb")
         # the data: batches to train on, and a split to evaluate on
         self.batches = Batches(tokens.Tokens(folder, "train", knobs.docs), config, knobs, machine)
         self.val = tokens.Tokens(folder, "val", knobs.docs)
@@ -401,6 +407,9 @@ class Training:
         self.run.begin(self.meta)
         if self.machine.main:  # the run keeps its tokenizer, so eval.py can read and write text
             tokens.keep_tokenizer(self.run.folder, tokens.content_of(self.folder))
+        if self.tracker:
+            name, knobs = self.run.folder.name, self.meta["knobs"]
+            self.tracker.init(project=self.knobs.wandb, name=name, config=knobs)
         self.machine.wait()  # until the main rank has written
 
     def train(self):
@@ -500,6 +509,8 @@ class Training:
                 )
             run.meta["losses"] = {"step": step, "train": row["train_loss"], "val": row["val_loss"]}
         run.log(**row)
+        if self.tracker:
+            self.tracker.log(row, step=step)
         if evaluate or stop:
             run.save(self.model, self.optimizer, self.scaler, step)
 

@@ -77,7 +77,7 @@ def resolve_run(flags, Train):
 # rounds differently. Another max_iters also moves the end of the cosine (unless --lr_decay_iters is
 # given) and of the layers' schedules
 MAY_CHANGE = (
-    "out_dir device dtype compile shard kernel max_iters eval_interval log_interval".split()
+    "out_dir device dtype compile shard kernel max_iters eval_interval log_interval wandb".split()
 )
 
 

@@ -35,7 +35,7 @@ class Loss(Windows):
 
 
 # knobs in which runs of one row may differ
-ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters"
+ALIKE = "seed", "out_dir", "log_interval", "eval_interval", "eval_iters", "wandb"
 ADVICE = {
     "tokenizer": "look at one run after another",
     "training data (hash)": "name data for all with --dataset",

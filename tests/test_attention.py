@@ -13,7 +13,7 @@ from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
 import kernels
-from attention import Attention
+from attention import RULES, Attention, Rule, check_rows, softmax
 from axes.layer import Cache, choose_kernel
 from model import GPT
 
@@ -270,3 +270,12 @@ def test_auto_chooses_a_kernel_unless_there_is_dropout_and_then_sdpa_for_plain_s
         choose_kernel(
             tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda", Attention.obstacles
         )
+
+
+def test_a_rule_whose_rows_depend_on_each_other_is_refused(monkeypatch):
+    def selective(s, seen, t=None):  # what earlier rows have read counts less
+        return softmax(s - s.relu().cumsum(-2), seen)
+
+    monkeypatch.setitem(RULES, "selective", Rule(weights=selective))
+    with pytest.raises(ValueError, match="--rule=selective gives row 1 .* must be independent"):
+        check_rows("selective", None)

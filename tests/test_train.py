@@ -52,6 +52,19 @@ def train(out, flags="", data=None):
     train_here(f"--out_dir={out}", *dataset, *flags.split())
 
 
+def test_a_tracker_gets_the_rows_of_the_log(tmp_path, data, monkeypatch):
+    rows, about = [], {}
+    tracker = SimpleNamespace(
+        init=lambda **flags: about.update(flags), log=lambda row, step: rows.append((step, row))
+    )
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
+    train(tmp_path / "run", "--wandb=sinks --max_iters=4", data)
+    assert about["project"] == "sinks" and about["config"]["attn"] == "softmax"
+    for line, (step, row) in zip(log_rows(tmp_path / "run")[1:], rows, strict=True):
+        assert int(line[0]) == step and float(line[1]) == pytest.approx(row["train_loss"])
+    assert "val_loss" in rows[-1][1]
+
+
 def test_a_run_leaves_a_log_meta_json_and_plain_tensors_under_plain_names(elastic_run, data):
     assert sorted(contents(elastic_run)) == ["ckpt.pt", "log.csv", "meta.json"]
     header, *rows = (line.split(",") for line in (elastic_run / "log.csv").read_text().splitlines())
