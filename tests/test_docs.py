@@ -2,6 +2,7 @@
 is the file's."""
 
 import argparse
+import ast
 import importlib.util
 import json
 import math
@@ -14,7 +15,7 @@ import sys
 import pytest
 import torch
 from bounds import below
-from conftest import ROOT, TINY, needs_triton, run
+from conftest import ROOT, TINY, by_default, needs_triton, run
 from layers import normal
 
 import attention
@@ -201,6 +202,25 @@ def test_the_readers_own_position_instrument_and_mixer_work(tmp_path, data):
         run(tmp_path / command[0], *command[1:], "--out_dir=out/own", cwd=tmp_path)
 
 
+SNIPPETS = {  # blocks that a reader pastes into python; tests below run those of two other pages
+    f"{page} {number}": block
+    for page, text in PAGES.items()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.S))
+    if block.startswith(("import ", "from ")) and "/4" not in page and "own" not in page
+}
+
+
+@pytest.mark.parametrize("snippet", [by_default("smollm2" not in name, name) for name in SNIPPETS])
+def test_snippets_run_or_if_they_need_a_run_or_a_download_import_what_exists(
+    snippet, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    tree = ast.parse(SNIPPETS[snippet])
+    if re.search(r"OpenedRun|load_run|from_pretrained", SNIPPETS[snippet]):
+        tree.body = [line for line in tree.body if isinstance(line, ast.Import | ast.ImportFrom)]
+    exec(compile(tree, snippet, "exec"), {})
+
+
 def test_the_gradients_of_chapter_2_are_those_of_autograd(capsys):
     page = PAGES["docs/2-spending-less.md"]
     (block,) = re.findall(r"```python\n([^`]*autograd.*?)```", page, re.S)
@@ -268,7 +288,7 @@ def test_the_essences_rules_are_those_of_attention():
 
 @pytest.mark.exhaustive
 def test_the_notebook_runs_the_essence_and_its_outputs_are_those_it_shows(capsys):
-    """Its code is that of sink.py. Torch versions round differently, so digits may move a little."""
+    """Its code is that of sink.py. Torch versions round differently."""
     cells = json.loads((ROOT / "docs/sink.ipynb").read_text(encoding="utf-8"))["cells"]
     source = (ROOT / "docs/sink.py").read_text(encoding="utf-8")
     names, known = {}, 0
