@@ -65,6 +65,7 @@ def commands_of(page):
         script, *arguments = words[scripts[0] :]
         # what a shell loop of several lines puts there
         arguments = [a.replace("$attn", "elastic").replace("$seed", "1") for a in arguments]
+        arguments = [a.replace("$resume", "--init_from=resume") for a in arguments]
         if not any(name in " ".join(arguments) for name in READERS_OWN):
             yield script, *arguments
 
