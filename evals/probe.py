@@ -89,8 +89,8 @@ class ProbeFlags(Windows):
     heads: bool = knob(False, "print a line for each head")
     lines: str = knob(
         "",
-        "with --png: draw these columns of --all by layer and, with --lengths, by length, a line "
-        "for each run. A panel for each column, or for several: sparsity,peak+peak_a+peak_b",
+        "with --png: draw these columns of --all by layer, or with --lengths by length, a line for "
+        "each run. A panel for each column, or for several: sparsity,peak+peak_a+peak_b",
     )
     all: bool = knob(False, "print all columns, and all figures of a run of the sink lab")
     layer: int = knob(
@@ -316,28 +316,26 @@ def draw(path, found):
 
 
 def draw_lines(path, found, panels):
-    """Draw panels ["peak+peak_a", ...] side by side: each of these columns by layer, means over
-    heads, and with --lengths also by length, means over layers and heads. A line for each run."""
-    by = {"layer": {}, "length": {}}  # {axis: {run: [{column: value} of each point]}}
+    """Draw panels such as "peak+peak_a" in a row, a line for each run and column: by layer, means
+    over heads, or with --lengths by length, means over layers and heads."""
+    axis = "length" if "lengths" in next(iter(found.values())) else "layer"
+    points = {}  # {run: [{column: value} of each point]}
     for place, numbers in found.items():
-        layers = map(over_heads, numbers["layers"])
-        by["layer"][place] = [line | {"layer": layer} for layer, line in enumerate(layers)]
-        if "lengths" in numbers:
-            by["length"][place] = numbers["lengths"]
-    with figure_of(path, [3.6] * sum(map(bool, by.values())), [4.3] * len(panels)) as axes:
-        for row, (axis, runs) in zip(axes, by.items(), strict=False):
-            for ax, panel in zip(row, panels, strict=True):
-                curves = {}
-                for (place, points), name in itertools.product(runs.items(), panel.split("+")):
-                    label = f"{Path(place).name} {name}" if "+" in panel else Path(place).name
-                    known = [point for point in points if point[name] is not None]
-                    if known:
-                        curves[label] = [[point[key] for point in known] for key in (axis, name)]
-                line_panel(ax, curves, panel, axis, legend=bool(curves))
-                if axis == "length":
-                    powers_of_two(ax.xaxis)
-                else:
-                    whole_ticks(ax.xaxis)
+        layers = enumerate(map(over_heads, numbers["layers"]))
+        points[place] = numbers.get("lengths") or [line | {"layer": i} for i, line in layers]
+    with figure_of(path, [3.8], [4.6] * len(panels)) as axes:
+        for ax, panel in zip(axes[0], panels, strict=True):
+            curves = {}
+            for (place, lines), name in itertools.product(points.items(), panel.split("+")):
+                label = f"{Path(place).name} {name}" if "+" in panel else Path(place).name
+                known = [line for line in lines if line[name] is not None]
+                if known:
+                    curves[label] = [[line[key] for line in known] for key in (axis, name)]
+            line_panel(ax, curves, panel, axis, legend=bool(curves))
+            if axis == "length":
+                powers_of_two(ax.xaxis)
+            else:
+                whole_ticks(ax.xaxis)
 
 
 def draw_stream(ax, places):
