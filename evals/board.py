@@ -3,7 +3,7 @@
 With a seed of its own, each recipe chooses its learning rate among several. With the other seeds it
 is trained at that rate, and other commands measure these runs. Every finished run is a row of
 results/board.json, or of a file of your own, and the command adds the missing ones. docs/board.md
-explains the measurements and has the table.
+explains the measurements, and results/board.md has the whole table.
 """
 
 import itertools

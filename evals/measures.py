@@ -4,8 +4,9 @@ The weights are read one block of rows at a time, as attention.py computes them.
 these measures, and memory is linear in T. Some rules give signed weights, or rows that do not sum
 to 1. Therefore the shares of a row (share, times_uniform, sink_eps) are shares of its absolute
 weights, including a key outside the sequence. Read them together with row_mass: a row whose weights
-sum to 0.001 has shares like any other. The entropy is that of the absolute weights on the tokens,
-without an extra key, divided by their sum.
+sum to 0.001 has shares like any other. If most rows are empty, times_uniform is mostly that of the
+first row, whose only key is the first token: times_live leaves out both. The entropy is that of the
+absolute weights on the tokens, without an extra key, divided by their sum.
 
 Sources:
     sink, density           Lazy Attention, 2601.00919, appendix C.3
@@ -31,6 +32,7 @@ MEASURES = {  # name: its meaning, printed under the table
     "row_mass": "sum of the weights of a row (signed)",
     "uniform": "weight on the first token if all rows were evenly spread",
     "times_uniform": "share on the first token, divided by that of evenly spread rows",
+    "times_live": "the same over rows of more than one key that are not empty",
     "density": "weight on all other tokens (Lazy Attention's term; not 1 - sparsity)",
     "extra": "weight on a key outside the sequence",
     "sparsity": "share of exact zeros among the pairs that may attend",
@@ -75,6 +77,7 @@ for name in FURTHER.split():
 DIVISORS = {
     "sparsity": "pairs",
     "negative": "pairs",
+    "times_live": "uniform_live",
     "dispersion": "several",
     "sink_eps": "sequences",
     "extra_eps": "sequences",
@@ -146,12 +149,17 @@ class Probe:
         entropy = torch.special.entr(p).sum(-1)
         several = (n > 1).float()
         empty = (w == 0).all(-1)
+        live = several * ~empty
+        uniform = visible(i, first, module.mask) / n
+        share = on(a, first) / total
         row_values = {
             "rows": torch.ones_like(mass),
             "pairs": n,
-            "uniform": visible(i, first, module.mask) / n,
+            "uniform": uniform,
             "sink": on(w, first),
-            "share": on(a, first) / total,
+            "share": share,
+            "times_live": live * share,
+            "uniform_live": live * uniform,
             "row_mass": w.sum(-1),
             "extra": extra,
             "sparsity": n - (w != 0).sum(-1),
@@ -263,6 +271,6 @@ def gate_of(module, x, width=1):
 
 
 def mean_of(probes):
-    """{measure: mean over layers and heads}."""
+    """{measure: mean over the layers and heads that have it}."""
     results = [p.result() for p in probes]
-    return {name: float(torch.stack([r[name] for r in results]).mean()) for name in MEASURES}
+    return {name: float(torch.stack([r[name] for r in results]).nanmean()) for name in MEASURES}

@@ -1,9 +1,11 @@
 """Where the attention of a run goes, and what its hidden states look like: measures.py and
 stream.py in one pass."""
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -22,7 +24,15 @@ from evals.instrument import (
 )
 from evals.lab_figures import lab_figures
 from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
-from evals.pictures import SHARES, draw_rows, heat_map, line_panel, powers_of_two
+from evals.pictures import (
+    SHARES,
+    draw_rows,
+    figure_of,
+    heat_map,
+    line_panel,
+    powers_of_two,
+    whole_ticks,
+)
 from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
@@ -77,6 +87,11 @@ class ProbeFlags(Windows):
         0.3, "the eps of Sink_k^eps: a token with a larger mean share is a sink", least=0
     )
     heads: bool = knob(False, "print a line for each head")
+    lines: str = knob(
+        "",
+        "with --png: draw these columns of --all by layer, or with --lengths by length, a line for "
+        "each run. A panel for each column, or for several: sparsity,peak+peak_a+peak_b",
+    )
     all: bool = knob(False, "print all columns, and all figures of a run of the sink lab")
     layer: int = knob(
         -1, "also list norms and variances by position in this layer, counted from 0", least=-1
@@ -89,6 +104,9 @@ class ProbeFlags(Windows):
             raise ValueError(
                 f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it"
             )
+        for name in self.lines.replace("+", ",").split(",") if self.lines else []:
+            if name not in MEASURES:
+                raise ValueError(f"--lines: {name!r} is none of {', '.join(MEASURES)}")
 
 
 def command(args, run):
@@ -123,7 +141,7 @@ def command(args, run):
         by_length.insert(0, found)
     longest = by_length[-1]  # all numbers except "lengths" are those of the longest
     numbers = run.reads(args.split, longest["windows"], lengths[-1]) | longest
-    numbers |= {"input": args.input, "k": args.k, "eps": args.eps}
+    numbers |= {"input": args.input, "k": args.k, "eps": args.eps, "lines": args.lines}
     if args.lengths:
         numbers["lengths"] = []
         for found in by_length:
@@ -237,11 +255,12 @@ def tables(args, found):
 
 
 def over_heads(of_heads):
-    """The line of a layer: means over its heads, or the largest of peaks."""
+    """The line of a layer: means over the heads that have a value, or the largest of peaks."""
     line = {}
     for name, values in of_heads.items():
         mean = max if name.startswith("peak") else fmean
-        line[name] = None if None in values else mean(values)
+        known = [value for value in values if value is not None]
+        line[name] = mean(known) if known else None
     largest = max(of_heads["sink"])
     line["top"] = f"{largest:.2f} ({of_heads['sink'].index(largest)})"
     return line
@@ -281,8 +300,10 @@ def by_position(place, layer):
 
 
 def draw(path, found):
-    """Draw a row for each run: MAPS of layers (down) by heads (across), the first token in the
-    stream, and with --lengths share, dispersion and the share of an even spread by length."""
+    """Draw a row for each run: MAPS of layers (down) by heads (across), and the first token in the
+    stream. With --lines: the figure of draw_lines."""
+    if lines := next(iter(found.values()))["lines"]:
+        return draw_lines(path, found, lines.split(","))
     rows = {}
     for place, numbers in found.items():
         maps = {name: [layer[name] for layer in numbers["layers"]] for name in MAPS}
@@ -291,19 +312,30 @@ def draw(path, found):
             for name, title in MAPS.items()
         ]
         rows[place].append(partial(draw_stream, places=numbers["stream"]))
-        if "lengths" in numbers:
-            rows[place].append(partial(draw_lengths, lines=numbers["lengths"]))
     draw_rows(path, rows)
 
 
-def draw_lengths(ax, lines):
-    lengths = [line["length"] for line in lines]
-    curves = {}
-    for name in ("share", "dispersion", "uniform"):
-        curves[name] = lengths, [line[name] for line in lines]
-    line_panel(ax, curves, "by length, means over heads", "tokens of a window")
-    powers_of_two(ax.xaxis)
-    ax.set_ylim(0, 1.03)
+def draw_lines(path, found, panels):
+    """Draw panels such as "peak+peak_a" in a row, a line for each run and column: by layer, means
+    over heads, or with --lengths by length, means over layers and heads."""
+    axis = "length" if "lengths" in next(iter(found.values())) else "layer"
+    points = {}  # {run: [{column: value} of each point]}
+    for place, numbers in found.items():
+        layers = enumerate(map(over_heads, numbers["layers"]))
+        points[place] = numbers.get("lengths") or [line | {"layer": i} for i, line in layers]
+    with figure_of(path, [3.8], [4.6] * len(panels)) as axes:
+        for ax, panel in zip(axes[0], panels, strict=True):
+            curves = {}
+            for (place, lines), name in itertools.product(points.items(), panel.split("+")):
+                label = f"{Path(place).name} {name}" if "+" in panel else Path(place).name
+                known = [line for line in lines if line[name] is not None]
+                if known:
+                    curves[label] = [[line[key] for line in known] for key in (axis, name)]
+            line_panel(ax, curves, panel, axis, legend=bool(curves))
+            if axis == "length":
+                powers_of_two(ax.xaxis)
+            else:
+                whole_ticks(ax.xaxis)
 
 
 def draw_stream(ax, places):

@@ -10,6 +10,7 @@ machine, lengths, numbers), adds its figures to the dict `numbers`, and yields a
 part.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ from common.machine import Machine
 from evals.instrument import (
     Common,
     OpenedRun,
+    Picture,
     instead,
     recipe_names,
     table,
@@ -37,17 +39,19 @@ from evals.instrument import (
     window_batches,
 )
 from evals.kernels import time_kernels
+from evals.pictures import figure_of, line_panel, powers_of_two
 from kernels import visible
 from mixers.recurrent import Recurrent
 from model import GPT, GPTConfig
 
 WIDTH, WINDOW = 64, 128  # head dimension; keys that a row sees in any group of Focus
 GROUPS = [(4, 1), (4, 2), (8, 1), (8, 2)]  # number of groups, and how many a token is in
+DENSE = "(dense)"  # ends the name of a case whose weights are all in memory at once
 LIVE_TILE = 64  # rows and keys of the kernels' tiles at width 64
 
 
 @dataclass
-class Speed(Common):
+class Speed(Common, Picture):
     """Flags of speed"""
 
     attn: str = knob("all", "recipes, separated by commas")
@@ -60,6 +64,11 @@ class Speed(Common):
     memory: str = knob(
         "4096,8192,16384",
         "measure the attention's memory at these lengths, separated by commas; empty: skip it",
+    )
+    dense: str = knob(
+        "",
+        "recipes, separated by commas, that are also computed by plain PyTorch with the weights of "
+        "all rows in memory at once",
     )
     tokens: int = knob(
         0, "tokens of a training step, or of a call of a kernel; 0: 2048; with --kernels 16384"
@@ -94,13 +103,14 @@ class Speed(Common):
         for name in ("lengths", "memory", "widths"):
             if getattr(self, name):
                 whole_numbers(getattr(self, name), name, least=1)  # raises ValueError
+        if self.png and mode_of(self):
+            raise ValueError(f"--png draws training steps: leave out it or --{mode_of(self)}")
 
 
 def command(args, run):
     """Time training steps of every recipe, and its attention alone, relative to softmax in torch's
     own fused kernel. All recipes take turns in one process."""
-    mode = next(flag for flag in MODES if not flag or getattr(args, flag))
-    measure, usual = MODES[mode]
+    measure, usual = MODES[mode_of(args)]
     lengths = args.lengths or usual
     lengths = whole_numbers(lengths, "lengths") if lengths else []
     machine = Machine(args.device, args.dtype)
@@ -112,7 +122,14 @@ def command(args, run):
         text.append(part)
         if args.out:  # after every part: the next one may need too much memory
             files.write_json(args.out, numbers)
+    if args.png:
+        draw(args.png, numbers)
     return numbers, "\n\n".join(text)
+
+
+def mode_of(args):
+    """The flag that says what is timed; empty: training steps."""
+    return next(flag for flag in MODES if not flag or getattr(args, flag))
 
 
 def time_training(args, machine, lengths, numbers):
@@ -126,6 +143,8 @@ def time_training(args, machine, lengths, numbers):
         "softmax (torch)": {"attn": "softmax", "kernel": "torch"},
     }
     cases |= {name: {"attn": name} for name in recipe_names(args.attn)}
+    for name in recipe_names(args.dense) if args.dense else []:
+        cases[f"{name} {DENSE}"] = {"attn": name, "kernel": "torch"}
     numbers |= {"lengths": {}, "memory_mb": {name: {} for name in cases}}
     for T in lengths:
         batch = max(1, (args.tokens or 2048) // T)
@@ -133,13 +152,14 @@ def time_training(args, machine, lengths, numbers):
         numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
         yield (
             f"T={T}, {batch} sequences: training steps, and the speed relative to the first row of "
-            "steps and of attention alone, forward and both ways\n" + table_of_lines(rows, "recipe")
+            "steps and of attention alone, forward and both ways (and its milliseconds)\n"
+            + table_of_lines(rows, "recipe")
         )
     lengths = whole_numbers(args.memory, "memory") if args.memory else []
     memory = numbers["memory_mb"]
     for name, case in cases.items():
         for T in lengths:  # the model exists before the count begins
-            call = attention_call(make_model(case, T, args, machine), machine, 1)
+            call = in_memory(name, attention_call(make_model(case, T, args, machine), machine, 1))
             memory[name][T] = machine.peak_memory(call) / 2**20
     if lengths:
         yield (
@@ -149,16 +169,18 @@ def time_training(args, machine, lengths, numbers):
 
 
 def time_models(models, machine, batch, repeats):
-    """Time models {name: GPT}. Returns {name: {"tokens_per_s", "step", "forward", "both"}}: tokens
-    per second of training, then speeds relative to the first: of the step, of attention forward,
-    and of attention both ways."""
+    """Time models {name: GPT}. Returns {name: {"tokens_per_s", "step", "forward", "both", "ms"}}:
+    tokens per second of training, then speeds relative to the first: of the step, of attention
+    forward, and of attention both ways, which takes this many milliseconds."""
     rows = {name: {} for name in models}
     for way, make in (
         ("step", training_step),
         ("forward", partial(attention_call, backward=False)),
         ("both", attention_call),
     ):  # all models race at one kind of work
-        calls = {name: make(model, machine, batch) for name, model in models.items()}
+        calls = {
+            name: in_memory(name, make(model, machine, batch)) for name, model in models.items()
+        }
         seconds = machine.race(calls, repeats)
         for name, model in models.items():
             if way == "step":
@@ -166,9 +188,44 @@ def time_models(models, machine, batch, repeats):
                 rows[name]["tokens_per_s"] = round(speed)
             rows[name][way] = seconds["nanoGPT"] / seconds[name]
     for name, model in models.items():
+        rows[name]["ms"] = 1000 * seconds[name]  # of both ways, the last race
         with machine.autocast():
             rows[name]["kernel"] = mixers.choose_kernel(model.config, machine.device.type)
     return rows
+
+
+def in_memory(name, call):
+    """`call`; of a case with DENSE in its name, with one block of all rows in the block loop."""
+
+    def dense_call():
+        usual, kernels.BLOCK = kernels.BLOCK, sys.maxsize
+        try:
+            call()
+        finally:
+            kernels.BLOCK = usual
+
+    return dense_call if DENSE in name else call
+
+
+def draw(path, numbers):
+    """Draw the time of attention both ways, and its memory, by length, a line for each case: figure
+    4 of Threshold Differential Attention, 2601.12145."""
+    lengths, memory = numbers["lengths"], numbers["memory_mb"]
+    panels = {
+        "attention, forward and backward (ms)": {
+            name: (lengths, [rows[name]["ms"] for rows in lengths.values()]) for name in memory
+        },
+        "its memory for one sequence (MiB)": {
+            name: (line, line.values()) for name, line in memory.items()
+        },
+    }
+    with figure_of(path, [4], [4.5] * 2) as axes:
+        for ax, (title, curves) in zip(axes[0], panels.items(), strict=True):
+            line_panel(
+                ax, {name: map(list, curve) for name, curve in curves.items()}, title, "tokens"
+            )
+            powers_of_two(ax.xaxis)
+            ax.set_yscale("log")
 
 
 def make_model(case, T, args, machine):

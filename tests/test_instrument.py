@@ -168,6 +168,8 @@ def test_runs_are_named_by_patterns_and_lists_and_each_once(elastic_run, tmp_pat
     [
         "probe --windows=2 --all",
         "probe --windows=2 --lengths=4,8,16",
+        "probe --windows=2 --lengths=4,16 --lines=times_live,peak+peak_a",
+        "probe --windows=2 --lines=sparsity",
         "heads --windows=2 --cost",
         "maps --text=$fox$ --heads=0",
         "lengths --windows=2 --lengths=16,32",

@@ -50,6 +50,9 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
         "peak": (a * (c * several)[..., None]).max(),
     }
     found["times_uniform"] = found["share"] / found["uniform"] if found["uniform"] else 0.0
+    live = c * several * (w != 0).any(-1)
+    even = (live * seen[:, 0] / n).sum()
+    found["times_live"] = (live * share[..., 0]).sum() / even if even else math.nan
     # of the first 64 queries, those that see token k: the mean share of this token, and of the key
     # outside
     queries = min(64, T) - k + 1

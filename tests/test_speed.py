@@ -9,6 +9,7 @@ from bounds import below
 from conftest import needs_triton, tiny_config
 
 import eval as eval_script
+import kernels
 from attention import ATTENTIONS, Attention
 from evals import kernels as kernel_speed
 from evals.speed import live_tiles
@@ -20,10 +21,12 @@ def speed(evaluate):
 
 
 def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed, tmp_path):
-    """Eight times as many tokens take eight times the memory. If it were quadratic, they would take
-    64 times."""
+    """Eight times as many tokens take eight times the memory. With all weights in memory at once,
+    they take 64 times."""
     found = speed(
         "--attn=elastic,deltanet",
+        "--dense=elastic",
+        f"--png={tmp_path / 'speed.png'}",
         f"--out={tmp_path / 'speed.json'}",
         "--n_layer=1",
         "--n_embd=16",
@@ -33,15 +36,19 @@ def test_recipes_are_timed_and_their_memory_grows_linearly_with_the_length(speed
     )
     for rows in found["lengths"].values():
         names = {"nanoGPT", "softmax (sdpa)", "softmax (torch)", "elastic", "deltanet"}
-        assert set(rows) == names
+        assert set(rows) == names | {"elastic (dense)"}
         assert all(
             row[name] > 0
             for row in rows.values()
-            for name in ("tokens_per_s", "step", "forward", "both")
+            for name in ("tokens_per_s", "step", "forward", "both", "ms")
         )
     assert found["lengths"]["32"]["nanoGPT"]["step"] == 1
     assert found["lengths"]["32"]["elastic"]["kernel"] == "cpp"
-    for row in found["memory_mb"].values():
+    dense = found["memory_mb"]["elastic (dense)"]
+    below(40 * dense["256"], dense["2048"])
+    assert kernels.BLOCK == 128 and (tmp_path / "speed.png").exists()
+    for name in names:
+        row = found["memory_mb"][name]
         below(row["2048"], 20 * row["256"])
         below(2 * row["256"], row["2048"])
     assert json.loads((tmp_path / "speed.json").read_text()) == found
