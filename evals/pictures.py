@@ -119,10 +119,11 @@ def draw_recipes(path, groups, panels):
     with figure_of(path, [1.2 + 0.3 * len(groups)], [3.3] * len(panels), sharey=True) as axes:
         for ax, (key, (title, low, high)) in zip(axes[0], panels.items(), strict=True):
             for y, group in enumerate(groups.values()):
-                values = [figures[key] for figures in group]
-                mean = np.mean([value for value in values if value is not None] or [np.nan])
+                values = [figures[key] for figures in group if figures[key] is not None] or [np.nan]
+                mean = np.mean(values)
                 ax.barh(y, mean, color="#9ecae1")
-                ax.plot(values, [y] * len(values), "o", color="#08519c", markersize=3.5)
+                dots = np.clip(values, low, high)
+                ax.plot(dots, [y] * len(dots), "o", color="#08519c", markersize=3.5, clip_on=False)
                 if high and mean > high:  # rules without a normaliser have row sums of any size
                     ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
             ax.set_xlim(low, high)
@@ -130,7 +131,8 @@ def draw_recipes(path, groups, panels):
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
         ax.figure.supxlabel(
-            "a bar is the mean over runs, a dot one run; a cut-off bar has its value beside it",
+            "a bar is the mean over runs, a dot one run; a dot at the edge lies there or beyond; "
+            "a cut-off bar has its value beside it",
             fontsize=9,
         )
 

@@ -15,7 +15,7 @@ from test_backcopy import make, sequences
 import eval as eval_script
 from common.machine import Machine
 from data import tokens
-from evals import lab, lab_figures
+from evals import lab, lab_figures, pictures
 from evals.ablate import every_head, key_hidden, losses_with, unchanged, value_zeroed
 from evals.instrument import markdown
 from evals.lab import SWEEPS
@@ -140,3 +140,15 @@ def test_the_committed_tables_show_the_committed_figures():
         assert (ROOT / f"{place}.md").read_text() == markdown(*lab.rows_of(runs, name)) + "\n"
         assert set(runs) == ({*SWEEPS[name]} if name else {*trained_recipes(), "blind"})
         assert all(len(group) == 3 for group in runs.values())
+
+
+def test_no_dot_of_a_picture_lies_outside_its_axes(tmp_path, monkeypatch):
+    runs = json.loads((ROOT / "results/lab.json").read_text())["runs"]
+    figures = []
+    monkeypatch.setattr(pictures.pyplot(), "close", figures.append)
+    pictures.draw_recipes(tmp_path / "lab.png", runs, lab.PANELS)
+    for ax in figures[0].axes:
+        low, high = ax.get_xlim()
+        for line in ax.lines:
+            x = line.get_xdata()
+            assert ((low <= x) & (x <= high) | np.isnan(x)).all()
