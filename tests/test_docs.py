@@ -53,6 +53,8 @@ def commands_of(page):
     quoted = re.findall(r"`((?:[A-Z_]+=\S+ )*(?:python|torchrun) [^`]+)`", text)
     lines = blocks.splitlines() + [" ".join(code.split()) for code in quoted]
     for command in (command.split(" > ")[0] for line in lines for command in line.split(" && ")):
+        if ".py" not in command:
+            continue
         words = shlex.split(command, comments=True)
         words = [word.rstrip(";") for word in words if not re.match(r"[A-Z_]+=|(done)?;?$", word)]
         scripts = [i for i, word in enumerate(words) if word.endswith(".py") and "=" not in word]
