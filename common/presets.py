@@ -135,7 +135,7 @@ PRESETS = {
     "paper5": {
         "about": "When Attention Sink Emerges: LLaMA blocks of 59M parameters, without embeddings, "
         "20k steps. The paper uses the Pile with a tokenizer of its own; this uses "
-        "FineWeb-Edu with GPT-2's. The batch size follows from 5B tokens in 20k steps",
+        "FineWeb-Edu with GPT-2's. The batch size and the constant learning rate are its code's",
         **LLAMA,
         "n_layer": 10,
         "n_head": 8,
@@ -144,8 +144,9 @@ PRESETS = {
         "block_size": 2048,
         "tied": False,
         "batch_size": 16,
-        "gradient_accumulation_steps": 8,
+        "gradient_accumulation_steps": 32,
         "max_iters": 20_000,
+        "decay_lr": False,
         "warmup_iters": 100,
     },
     # the paper prints "1B" and two losses. Everything else is from its code,

@@ -37,21 +37,24 @@ from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
-    "massive": "norm of the first token's hidden state over the others'; the largest at any place",
+    "massive": "norm of the first token's hidden state over the others', mean over sequences; the "
+    "largest at any place",
 }
 # without --all
 SHOWN = "sink", "share", "row_mass", "sparsity", "value_norm_ratio", "top", "massive"
 
 STREAM = {  # columns of the second table
     "norm": "mean norm of the hidden states that enter the layer: the first, and the others",
-    "massive": "ratio of the first to the second, mean over sequences",
-    "largest": "norm of the token with the largest norm, over the others'",
+    "massive": "the first over the second in each sequence, then the mean over sequences",
+    "ln_1": "the same of what the layer's first norm reads",
+    "ln_2": "the same of what its second norm reads",
+    "largest": "norm of the token with the largest norm over the others', mean over sequences",
     "at": "position of that token, counted from 0: the most frequent one, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
     "channel_ratio": "the largest of these values over the median magnitude of all hidden states",
-    "var": "variance over the channels of a hidden state: the first token's over the others'",
+    "var": "mean variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
-    "query": "norm of the first token's query over the others', after rotation and norms",
+    "query": "mean norm of the first token's query over the others', after rotation and norms",
     "key": "the same for the keys",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
     "cos_kk": "mean cosine of the later keys with the first key",
@@ -207,7 +210,11 @@ def probe(
         streams[layer].see(module, q, k, v, x)
 
     batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
-    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens)):
+    with watching(
+        model,
+        lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens),
+        lambda layer, name, h: streams[layer].see_first(name, h, model.sink_tokens),
+    ):
         for rows, starts in batches:
             watch(model, see, change(rows[:, :-1]), machine, starts)  # (B, T)
             windows += len(rows)
@@ -274,8 +281,7 @@ def stream_row(place):
         ratio[name] = first / others if others else None
     return {
         "norm": " / ".join(map(number, place["hidden_norm"])),
-        "massive": place["massive"],
-        "largest": place["largest"],
+        **{name: place.get(name) for name in ("massive", "ln_1", "ln_2", "largest")},
         "at": f"{place['at']} ({place['at_share']:.2f})",
         "channels": " ".join(f"{channel}:{value:.4g}" for channel, value, _ in place["channels"]),
         "channel_ratio": place["channels"][0][2],

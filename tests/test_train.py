@@ -486,7 +486,7 @@ def test_the_balancing_loss_is_logged_only_where_it_is_trained(tmp_path, data, c
         ("paper1", 359.84, "all", 524_288),
         ("paper1-760m", 756.82, "all", 524_288),
         ("paper2", 162.32, "all", 524_288),
-        ("paper5", 59.00, "blocks", 262_144),
+        ("paper5", 59.00, "blocks", 1_048_576),
         ("paper5-1b", 1130.46, "blocks", 1_048_576),
     ],
 )
