@@ -19,13 +19,15 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
+FIRST = 16  # number of first positions that the result lists
+
 
 class Stream:
     """Sums over sequences for one layer: hidden states, queries, keys, values. After the last,
     hidden states alone."""
 
-    def __init__(self, listed=16):
-        self.listed = listed  # number of first positions that the result lists
+    def __init__(self, listed=FIRST):
+        self.listed = listed  # number of first positions in the result
         self.sums = {}  # {name: sum, in float64}
         self.places = []  # of each sequence: the position of the token with the largest norm
 

@@ -131,12 +131,11 @@ def test_each_layer_of_a_pattern_shows_what_it_has(data):
     } == {"written": [0, 3], "tau": [1], "sink_logit": [2], "b": [1]}
 
 
-def test_the_picture_has_a_dot_for_each_head_and_a_panel_for_the_bias_of_each_layer(tmp_path):
+def test_the_picture_has_a_dot_for_each_head_and_a_panel_for_the_bias_of_each_layer():
     gpt = GPT(tiny_config(layers="softmax+lazy", vocab_size=257, n_layer=6))
     enliven(gpt)
     torch.nn.init.normal_(gpt.transformer.h[3].attn.table)
     found, _ = params.command(Params(), opened(None, gpt))
-    params.draw(tmp_path / "x.png", {"run": found})
     _, (left, right) = pyplot().subplots(1, 2)
     tau, bias = found["figures"]["tau"], found["distance_bias"]
     params.draw_figure(left, "tau", tau)
