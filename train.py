@@ -84,6 +84,12 @@ class Train(Knobs):
         "each begins at position 0, as if it were alone; data scripts record "
         "where documents begin",
     )
+    order: str = knob(
+        "random",
+        "order of the training windows. random: a step draws them anew, so some are read twice and "
+        "others never; pass: every window once an epoch, in a new order each epoch",
+        ("random", "pass"),
+    )
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
     init_from: str = knob(
         "scratch",
@@ -217,8 +223,9 @@ class Batches:
         self.thread = ThreadPoolExecutor(1)
         self.upcoming = {}  # {the next step: the Future of its batches}
         self.waited = 0.0  # seconds that the loop has waited for batches
-        # number of possible starts
-        self.choices = (len(split) - config.block_size - 1) // split.stride + 1
+        # tokens between possible starts. In a pass, windows lie side by side
+        self.gap = max(split.stride, config.block_size) if knobs.order == "pass" else split.stride
+        self.choices = (len(split) - config.block_size - 1) // self.gap + 1
         if self.choices < 1:
             raise ValueError(
                 f"{split.name} holds {len(split)} tokens, too few for one window of "
@@ -237,13 +244,27 @@ class Batches:
                 f"{machine.world}"
             )
 
+    def chosen(self, step):
+        """The numbers of the windows of a step, on all ranks, (total,)."""
+        n, seed = self.choices, self.knobs.seed
+        if self.knobs.order == "random":
+            return np.random.default_rng([seed, step]).integers(0, n, self.total)
+        found = []
+        for i in range((step - 1) * self.total, step * self.total):
+            epoch, place = divmod(i, n)
+            # i -> (a i + b) mod n takes each value once if a and n have no common divisor
+            a, b = np.random.default_rng([seed, epoch]).integers(0, n, 2).tolist()
+            while math.gcd(a, n) > 1:
+                a += 1
+            found.append((a * place + b) % n)
+        return np.array(found)
+
     def read(self, step):
         """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the
         document of each input begins, each (at most batch_size, T)."""
         T, size = self.config.block_size, self.knobs.batch_size
         # every rank draws the windows of all ranks and takes its own part
-        drawn = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total)
-        starts = drawn.reshape(self.machine.world, -1)[self.machine.rank] * self.split.stride
+        starts = self.chosen(step).reshape(self.machine.world, -1)[self.machine.rank] * self.gap
         micro_batches = []
         for part in np.split(starts, range(size, len(starts), size)):
             rows = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))

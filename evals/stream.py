@@ -27,7 +27,8 @@ class Stream:
     """Sums over sequences for one layer: hidden states, queries, keys, values. After the last,
     hidden states alone."""
 
-    def __init__(self):
+    def __init__(self, listed=FIRST):
+        self.listed = listed  # number of first positions in the result
         self.sums = {}  # {name: sum, in float64}
         self.places = []  # of each sequence: the position of the token with the largest norm
 
@@ -84,7 +85,7 @@ class Stream:
                         median magnitude]]
         *_norm, *_var   of hidden, input, query, key and value: [the first token's, mean of the
                         others]; after the last layer of hidden alone
-        positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
+        positions       the same two by position, for the first ones: {"hidden_norm": [...], ...}
         """
         mean = {name: total / self.sums["sequences"] for name, total in self.sums.items()}
         at = max(sorted(set(self.places)), key=self.places.count)
@@ -101,7 +102,7 @@ class Stream:
         for name in mean:
             if name.endswith(("_norm", "_var")):
                 found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
-                found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
+                found["positions"][name] = [plain(value) for value in mean[name][: self.listed]]
         return found
 
 
