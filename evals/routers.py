@@ -291,6 +291,8 @@ def draw(path, found):
                 for form, point in points.items():
                     ax.annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
         frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
+        ax.set_yscale("log")
+        ax.invert_yaxis()  # as in figure 1 of the paper, the best corner is at the upper right
         ax.legend(frameon=False, fontsize=8)
 
 
