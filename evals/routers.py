@@ -116,10 +116,10 @@ def command(args, run):
     for name in names:
         for row in rows[name]:
             cells.append([name, *row.values()])
+    more = f"; all: after {args.finetune} more steps of all weights" if args.finetune else ""
     return numbers, (
         f"routers after {args.steps} steps on {run.dataset}, --balance=sinkhorn; "
-        f"perplexity on {args.split}; all: after {args.finetune} more steps of all weights\n\n"
-        f"{table(cells, header)}"
+        f"perplexity on {args.split}{more}\n\n{table(cells, header)}"
     )
 
 
@@ -293,7 +293,7 @@ def draw(path, found):
         frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
         ax.set_yscale("log")
         ax.invert_yaxis()  # as in figure 1 of the paper, the best corner is at the upper right
-        ax.legend(frameon=False, fontsize=8)
+        ax.legend(fontsize=8)
 
 
 def draw_sweep(path, sweeps):
