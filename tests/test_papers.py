@@ -35,7 +35,7 @@ SMALL = {
     "passkey": "--trials=1 --lengths=400",
     "bench": "--limit=2",
     "lengths": "--windows=2 --batch_size=2 --lengths=32,64",
-    "routers": "--windows=2 --batch_size=2 --lengths=32",
+    "routers": "--windows=2 --batch_size=2 --lengths=32 --steps=2 --finetune=2",
 } | dict.fromkeys(("loss", "probe", "heads", "params", "groups"), WINDOWS)
 
 
