@@ -190,7 +190,7 @@ def probe(
 
     batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
     with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens)):
-        for rows, starts in batches:
+        for rows, _, starts in batches:
             watch(model, see, change(rows[:, :-1]), machine, starts)  # (B, T)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
