@@ -93,17 +93,18 @@ class Train(Knobs):
     train_only: str = knob(
         "all",
         f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds "
-        "to plain attention; lora: only LoRA on attention's projections. All others stay as "
+        "to plain attention; lora: only LoRA on linear layers. All others stay as "
         "in --init_from, and such a run saves an adapter, which holds only the trained "
         "weights",
         ("all", *mixers.RETROFITS, "lora"),
     )
     lora_rank: int = knob(
-        4, "rank of the matrices that --train_only=lora adds to each projection", least=1
+        4, "rank of the matrices that --train_only=lora adds to each linear layer", least=1
     )
     lora_on: str = knob(
         "both",
-        "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
+        "linear layers that get LoRA: attention's two (both) or one of them; queries and values "
+        "(qv), as in table 4 of Focus; or attention's and the MLP's (all)",
         tuple(PROJECTIONS),
     )
     # how much
