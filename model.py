@@ -428,7 +428,7 @@ class GPT(nn.Module):
         return [
             name
             for name in self.state_dict()
-            if name not in theirs and (".attn." in name or name == "sink_token")
+            if name not in theirs and (".attn." in name or ".lora_" in name or name == "sink_token")
         ]
 
     def without_unused_additions(self, state):
