@@ -35,11 +35,11 @@ SENTENCE = (
 )
 SHOWN = 32  # tokens of it that are shown
 MOST = 100  # labels of more tokens are too small in a picture
-OF = {  # {value of --of: its meaning}; queries and keys with their positions, as they meet
-    "weights": "weight",
-    "qk": "product q·k",
-    "cos_qk": "cosine of query and key",
-    "cos_kk": "cosine of the row's key and key",
+OF = {  # {value of --of: (its meaning, the name of its mean over the first column)}
+    "weights": ("weight", "sink"),
+    "qk": ("product q·k", "first key"),
+    "cos_qk": ("cosine of query and key", "first key"),
+    "cos_kk": ("cosine of the row's own key and key", "first key"),
 }
 
 
@@ -227,9 +227,11 @@ def products(of, module, q, k):
     """The products or cosines (B, heads, T, T) that --of names; 0 after the row."""
     views = module.score_heads // module.heads
     q, k = q[:, ::views], module.for_score_heads(k, 1)[:, ::views]
-    if of != "qk":
-        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    return ((k if of == "cos_kk" else q) @ k.mT).tril()
+    # no matrix product, which autocast would compute in 16 bits
+    row, column = (k if of == "cos_kk" else q).float().unsqueeze(-2), k.float().unsqueeze(-3)
+    if of == "qk":
+        return (row * column).sum(-1).tril()
+    return F.cosine_similarity(row, column, dim=-1).tril()
 
 
 def about(run):
@@ -279,6 +281,7 @@ def in_words(numbers):
     weight. The last rows are the mean weights on the first token and on the extra key."""
     queries, keys, first = numbers["queries"], numbers["keys"], numbers["first"]
     w = torch.tensor([found["weights"] for found in numbers["maps"]])  # (maps, T, keys)
+    meaning, mean_of_first = OF[numbers["of"]]
     rows = []
     for i, query in enumerate(queries):
         cells = []
@@ -286,12 +289,12 @@ def in_words(numbers):
             weight = w[m, i, key]
             cells.append(f"{keys[key]} {weight:5.2f}" if weight else "-")
         rows.append([query, *cells])
-    for column, name in enumerate(["extra", "sink"][-1 - first :]):  # the measures of probe
+    for column, name in enumerate(["extra", mean_of_first][-1 - first :]):
         rows.append([name, *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))])
     titles = ["{layer}.{head} {kind}".format(**found) for found in numbers["maps"]]
     header = ["", *(title.removesuffix(" weights") for title in titles)]
     return (
-        f"for each query (down), the key with the largest {OF[numbers['of']]}, and its size; "
+        f"for each query (down), the key with the largest {meaning}, and its size; "
         f"columns are layer.head\n{table(rows, header)}"
     )
 
@@ -357,7 +360,7 @@ def draw(path, found):
             if len(found) > 1:
                 title = part[0, 0].get_title()
                 part[0, 0].set_title(f"{Path(place).name}: {title}", fontsize=9)
-        label = f"{OF[numbers['of']]} (square-root scale; yellow: exactly 0)"
+        label = f"{OF[numbers['of']][0]} (square-root scale; yellow: exactly 0)"
         figure = axes[0, 0].figure
         figure.supxlabel("key: the token that is attended to", fontsize=10)
         figure.supylabel("query: the token that attends", fontsize=10)
@@ -393,8 +396,7 @@ def draw_map(ax, numbers, one, side, colours):
     ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=yellow)
     name = "layer {layer}, head {head}, {kind}".format(**one).removesuffix(", weights")
     sink = w[:, numbers["first"]].mean()
-    word = "sink" if numbers["of"] == "weights" else "first key"
-    ax.set_title(f"{name}\n{word} {sink:.2f}", fontsize=9)
+    ax.set_title(f"{name}\n{OF[numbers['of']][1]} {sink:.2f}", fontsize=9)
     # letters fit into a cell, and a $ does not begin a formula
     plain = {"parse_math": False, "fontsize": min(7, 60 * side / len(keys))}
     upright = max(map(len, keys)) == 1
