@@ -37,9 +37,9 @@ SHOWN = 32  # tokens of it that are shown
 MOST = 100  # labels of more tokens are too small in a picture
 OF = {  # {value of --of: (its meaning, the name of its mean over the first column)}
     "weights": ("weight", "sink"),
-    "qk": ("product q·k", "first key"),
-    "cos_qk": ("cosine of query and key", "first key"),
-    "cos_kk": ("cosine of the row's own key and key", "first key"),
+    "qk": ("q·k", "first key"),
+    "cos_qk": ("cos(q, k)", "first key"),
+    "cos_kk": ("cos(k, k)", "first key"),
 }
 
 
@@ -62,8 +62,8 @@ class Maps(Knobs):
     )
     of: str = knob(
         "weights",
-        "numbers that are shown: attention weights; products or cosines of queries and keys; "
-        "cosines of two keys. A differential recipe's are those of its first view",
+        "what is shown: attention weights, products of queries and keys, their cosines, or the "
+        "cosines of the row's own key and a key; of a differential recipe, in its first view",
         tuple(OF),
     )
     views: bool = knob(False, "also show the two views of a differential recipe")
