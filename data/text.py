@@ -92,7 +92,9 @@ def prepare(args):
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
     if bool(args.prompt) != bool(args.response) or args.prompt and args.fixed_at >= 0:
-        raise ValueError("--prompt and --response need each other, and exclude --fixed_at")
+        raise ValueError(
+            f"--prompt={args.prompt} and --response={args.response}: give both, without --fixed_at"
+        )
     files.check_name(args.name, "--name")  # --out_dir takes any folder
     if not args.out_dir and args.name in {*tokens.DATA_SETS} - {"text"}:
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")

@@ -146,13 +146,15 @@ def unpacked(path):
 def encode_all(coder, texts):
     """The ids of each text after a separator, 32 texts at a time in threads: tokenizers release
     Python's lock. A text may be a pair, of a prompt, whose tokens become ~id, and its response."""
-    texts, separator = iter(texts), [coder.separator]
+    texts = iter(texts)
 
     def ids_of(text):
         if isinstance(text, str):
-            return np.concatenate([separator, coder.encode(text)])
-        prompt, response = map(coder.encode, text)
-        return np.concatenate([separator, ~prompt.astype(np.int64), response])
+            ids = coder.encode(text)
+        else:
+            prompt, response = map(coder.encode, text)
+            ids = np.concatenate([~prompt.astype(np.int64), response])
+        return np.insert(ids, 0, coder.separator)
 
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, 32)):
