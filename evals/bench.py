@@ -74,8 +74,7 @@ def command(args, run):
         )
     if not run.machine.main:  # only the first rank gets the scores
         return None, None
-    numbers = {"length": model.length, "bos": args.bos, "zero_above": args.zero_above}
-    numbers["questions"], rows = {}, []
+    numbers, rows = {"length": model.length, "bos": args.bos, "questions": {}}, []
     for task, scores in found["results"].items():
         count = found["n-samples"].get(task, {}).get("effective")  # a group of tasks has none
         numbers["questions"][task] = count
