@@ -234,7 +234,7 @@ class Batches:
             )
         # sequences a step, on all ranks
         self.total = knobs.batch_size * knobs.gradient_accumulation_steps
-        size = 8 * self.total * (config.block_size + 1) // machine.world
+        size = 16 * self.total * (config.block_size + 1) // machine.world
         steps = f"--gradient_accumulation_steps={knobs.gradient_accumulation_steps}"
         check_memory(size, f"{steps}: the tokens of a step need", "lower it")
         if self.total % machine.world:
@@ -268,11 +268,11 @@ class Batches:
         starts = self.chosen(step).reshape(self.machine.world, -1)[self.machine.rank] * self.gap
         micro_batches = []
         for part in np.split(starts, range(size, len(starts), size)):
-            rows = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
+            both = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                rows = rows.pin_memory()  # from pinned memory, the GPU copies while it computes
-            rows = rows.to(self.machine.device, non_blocking=True)
-            batch = [rows[:, :-1], rows[:, 1:]]  # the target of each token is the next token
+                both = both.pin_memory()  # from pinned memory, the GPU copies while it computes
+            rows, targets = both.to(self.machine.device, non_blocking=True)
+            batch = [rows[:, :-1], targets[:, 1:]]  # the target of each token is the next token
             if self.knobs.docs:
                 first = torch.from_numpy(self.split.first_keys(part, T))
                 batch.append(first.to(self.machine.device))

@@ -511,6 +511,6 @@ def load_weights(model, state, path, new=(), copy=True):
 def what_is_new(new, path):
     """One line that names the parameters that a recipe adds to a run's weights: tau of 30
     layers."""
-    layers = Counter(re.sub(r"^transformer\.h\.\d+\.attn\.", "", name) for name in new)
+    layers = Counter(re.sub(r"^transformer\.h\.\d+\.(attn\.)?", "", name) for name in new)
     parts = [f"{name} of {count} layers" if count > 1 else name for name, count in layers.items()]
     return f"not in {path}, so at their initial values: {', '.join(parts)}"

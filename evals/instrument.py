@@ -331,22 +331,22 @@ def window_batches(
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last
     token is only a target. The windows are spread evenly over the split, and every call yields the
     same ones. count: how many windows, 0 for as many as fit. bar: show the progress. share: the
-    ranks share the windows; then a rank may have none. packed: yield pairs of such a batch and
-    GPT.forward's `starts`, which are None if the split was opened without documents."""
+    ranks share the windows; then a rank may have none. packed: yield such a batch, and the
+    `targets` and `starts` of GPT.forward, None if the split was opened without documents."""
     starts = tokens.fixed_windows(split, length, count)
     if share:
         starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
         batch = starts[i : i + batch_size]
-        rows = split.windows(batch, length + 1, model.config.vocab_size)
-        rows = torch.from_numpy(rows).to(machine.device)
+        both = split.windows(batch, length + 1, model.config.vocab_size)
+        rows, targets = torch.from_numpy(both).to(machine.device)
         if not packed:
             yield rows
             continue
         first = None
         if split.documents is not None:
             first = torch.from_numpy(split.first_keys(batch, length)).to(machine.device)
-        yield rows, first
+        yield rows, targets[:, 1:], first
 
 
 def progress(steps, shown):

@@ -229,7 +229,7 @@ def probe(
 
     if ids is None:
         batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
-        batches = ((change(rows[:, :-1]), starts) for rows, starts in batches)
+        batches = ((change(rows[:, :-1]), starts) for rows, _, starts in batches)
     else:
         batches = [(ids, None)]
     with watching(

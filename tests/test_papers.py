@@ -1,6 +1,7 @@
 """docs/papers.md: each command runs, in the page's order, on models of two training steps, and
 evals/everything.sh runs the same commands."""
 
+import json
 import os
 import re
 import runpy
@@ -65,6 +66,16 @@ def place(tmp_path, data, backcopy, monkeypatch):
     for name in ("moby-dick", "middlemarch"):
         with files.replacing(f"books/{name}.txt", "w") as f:
             f.write(TEXT * 200)
+    task = (ROOT / "docs/instruments.md").read_text(encoding="utf-8")
+    task = re.search(r"```yaml\n(.*?)```", task, re.S)[1].replace("arc_local", "answers_test")
+    row = {"question": TEXT, "choices": ["a fox", "a dog"], "gold": 0}
+    for name, text in {
+        "answers.yaml": re.sub(r"test: \S+?jsonl", "test: tasks/test.jsonl", task),
+        "test.jsonl": 9 * f"{json.dumps(row)}\n",
+        "train.jsonl": 99 * f"{json.dumps({'prompt': TEXT, 'response': ' a fox'})}\n",
+    }.items():
+        with files.replacing(f"tasks/{name}", "w") as f:
+            f.write(text)
     coder = write_tokenizer(tmp_path / "smollm2", tokenizer="smollm2", separator=0)
     coder = tokens.tokenizer(str(coder))
     ids = {split: tokens.encode_all(coder, [TEXT * 99]) for split in ("train", "val")}

@@ -349,7 +349,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
     gpt.load_state_dict(weights(tmp_path))
     split, losses = tokens.Tokens(packed, "val", docs=True), []
     windows = tokens.fixed_windows(split, 16, 80)
-    rows = split.windows(windows, 17, 257)
+    rows, _ = split.windows(windows, 17, 257)
     for row in rows:
         ends = [*np.flatnonzero(row[1:16] == 256) + 1, 16]
         # its last target begins the next document
