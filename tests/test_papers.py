@@ -23,18 +23,18 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.count(" | ") == 6 and line[2:7] != "where"
 ]
-COMMANDS = list(dict.fromkeys(commands_of(PAGE)))
+COMMANDS = [command for command in dict.fromkeys(commands_of(PAGE)) if "FOLDER" not in command]
 
 # flags that make a command small
 STEPS = "--max_iters=2 --eval_interval=2 --eval_iters=1 --warmup_iters=1 --batch_size=2"
-WINDOWS = "--windows=2 --batch_size=2 --length=32"
+WINDOWS = "--windows=2 --batch_size=2 --length=40"
 SMALL = {
     "train.py": STEPS,
     "lab": "--seeds=2",
     "board": "--seeds=",
     "speed": "--repeats=1 --lengths=64 --memory=64 --tokens=64",
     "passkey": "--trials=1 --lengths=400",
-    "bench": "--limit=2",
+    "bench": "--limit=2 --include_path=tasks --tasks=answers_test",
     "lengths": "--windows=2 --batch_size=2 --lengths=32,64",
     "routers": "--windows=2 --batch_size=2 --lengths=32 --steps=2 --finetune=2",
 } | dict.fromkeys(("loss", "probe", "heads", "params", "groups"), WINDOWS)
