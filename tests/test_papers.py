@@ -104,7 +104,7 @@ def test_a_row_has_a_command_with_its_minutes_or_says_why_not(row):
         assert differs and not minutes.strip("- ")
     else:
         assert re.fullmatch(r"(`(python|torchrun) [^`]+`(<br>)?)+", command)
-        assert 0 < float(minutes) <= 60 and ours
+        assert ours and (differs.startswith("not run") or 0 < float(minutes) <= 60)
 
 
 def test_the_script_runs_the_commands_of_the_page(tmp_path):
