@@ -770,6 +770,9 @@ ATTENTIONS = {
     "mlp_norm": {"rule": "identity", "feature": "mlp", "normalize": "max1"},
     # learned groups of tokens: mixers/focus.py
     "focus": {"mixer": "focus", "rule": "softmax", "window": 128},
+    # as printed: the gate multiplies the score, and Sinkhorn looks at later tokens
+    "focus_printed": {"mixer": "focus", "rule": "softmax", "window": 128, "affinity": "score",
+                      "balance": "sinkhorn"},
     # softmax among the tokens of a cluster, mixers/routing.py; or estimated by random features,
     # mixers/performer.py
     "routing": {"mixer": "routing", "rule": "softmax"},

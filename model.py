@@ -428,7 +428,7 @@ class GPT(nn.Module):
         return [
             name
             for name in self.state_dict()
-            if name not in theirs and (".attn." in name or name == "sink_token")
+            if name not in theirs and (".attn." in name or ".lora_" in name or name == "sink_token")
         ]
 
     def without_unused_additions(self, state):
@@ -505,7 +505,8 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None, *more
         flat = logits.flatten(0, 1).float()
-        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1), *more
+        total = F.cross_entropy(flat, targets.flatten(), ignore_index=-1, reduction="sum")
+        return logits, total / (targets >= 0).sum().clamp(min=1), *more  # 0 without a target
 
     @property
     def penalized(self):

@@ -84,6 +84,12 @@ class Train(Knobs):
         "each begins at position 0, as if it were alone; data scripts record "
         "where documents begin",
     )
+    order: str = knob(
+        "random",
+        "order of the training windows. random: a step draws them anew, so some are read twice and "
+        "others never; pass: every window once an epoch, in a new order each epoch",
+        ("random", "pass"),
+    )
     out_dir: str = knob("", "folder of the run; empty: out/<dataset>-<attn>")
     init_from: str = knob(
         "scratch",
@@ -93,17 +99,18 @@ class Train(Knobs):
     train_only: str = knob(
         "all",
         f"weights to train; {', '.join(mixers.RETROFITS)}: only those that this mixer adds "
-        "to plain attention; lora: only LoRA on attention's projections. All others stay as "
+        "to plain attention; lora: only LoRA on linear layers. All others stay as "
         "in --init_from, and such a run saves an adapter, which holds only the trained "
         "weights",
         ("all", *mixers.RETROFITS, "lora"),
     )
     lora_rank: int = knob(
-        4, "rank of the matrices that --train_only=lora adds to each projection", least=1
+        4, "rank of the matrices that --train_only=lora adds to each linear layer", least=1
     )
     lora_on: str = knob(
         "both",
-        "projections that get LoRA; c_attn gives the Focus paper's 147K parameters",
+        "linear layers that get LoRA: attention's two (both) or one of them; queries and values "
+        "(qv), as in table 4 of Focus; or attention's and the MLP's (all)",
         tuple(PROJECTIONS),
     )
     # how much
@@ -220,8 +227,9 @@ class Batches:
         self.thread = ThreadPoolExecutor(1)
         self.upcoming = {}  # {the next step: the Future of its batches}
         self.waited = 0.0  # seconds that the loop has waited for batches
-        # number of possible starts
-        self.choices = (len(split) - config.block_size - 1) // split.stride + 1
+        # tokens between possible starts. In a pass, windows lie side by side
+        self.gap = max(split.stride, config.block_size) if knobs.order == "pass" else split.stride
+        self.choices = (len(split) - config.block_size - 1) // self.gap + 1
         if self.choices < 1:
             raise ValueError(
                 f"{split.name} holds {len(split)} tokens, too few for one window of "
@@ -229,7 +237,7 @@ class Batches:
             )
         # sequences a step, on all ranks
         self.total = knobs.batch_size * knobs.gradient_accumulation_steps
-        size = 8 * self.total * (config.block_size + 1) // machine.world
+        size = 16 * self.total * (config.block_size + 1) // machine.world
         steps = f"--gradient_accumulation_steps={knobs.gradient_accumulation_steps}"
         check_memory(size, f"{steps}: the tokens of a step need", "lower it")
         if self.total % machine.world:
@@ -240,20 +248,34 @@ class Batches:
                 f"{machine.world}"
             )
 
+    def chosen(self, step):
+        """The numbers of the windows of a step, on all ranks, (total,)."""
+        n, seed = self.choices, self.knobs.seed
+        if self.knobs.order == "random":
+            return np.random.default_rng([seed, step]).integers(0, n, self.total)
+        found = []
+        for i in range((step - 1) * self.total, step * self.total):
+            epoch, place = divmod(i, n)
+            # i -> (a i + b) mod n takes each value once if a and n have no common divisor
+            a, b = np.random.default_rng([seed, epoch]).integers(0, n, 2).tolist()
+            while math.gcd(a, n) > 1:
+                a += 1
+            found.append((a * place + b) % n)
+        return np.array(found)
+
     def read(self, step):
         """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the
         document of each input begins, each (at most batch_size, T)."""
         T, size = self.config.block_size, self.knobs.batch_size
         # every rank draws the windows of all ranks and takes its own part
-        drawn = np.random.default_rng([self.knobs.seed, step]).integers(0, self.choices, self.total)
-        starts = drawn.reshape(self.machine.world, -1)[self.machine.rank] * self.split.stride
+        starts = self.chosen(step).reshape(self.machine.world, -1)[self.machine.rank] * self.gap
         micro_batches = []
         for part in np.split(starts, range(size, len(starts), size)):
-            rows = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
+            both = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                rows = rows.pin_memory()  # from pinned memory, the GPU copies while it computes
-            rows = rows.to(self.machine.device, non_blocking=True)
-            batch = [rows[:, :-1], rows[:, 1:]]  # the target of each token is the next token
+                both = both.pin_memory()  # from pinned memory, the GPU copies while it computes
+            rows, targets = both.to(self.machine.device, non_blocking=True)
+            batch = [rows[:, :-1], targets[:, 1:]]  # the target of each token is the next token
             if self.knobs.docs:
                 first = torch.from_numpy(self.split.first_keys(part, T))
                 batch.append(first.to(self.machine.device))

@@ -6,7 +6,7 @@ import attention
 from common.flags import shown
 
 # what several presets share
-FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304}
+FINEWEB = {"dataset": "fineweb_edu", "vocab_size": 50304, "order": "pass"}
 GPT2 = FINEWEB | {
     "n_layer": 12,
     "n_head": 12,
@@ -25,6 +25,19 @@ LLAMA = FINEWEB | {
     "mlp": "swiglu",
     "bias": False,
     "learning_rate": 4e-4,
+}
+LAZY = LLAMA | {
+    "n_layer": 24,
+    "n_head": 16,
+    "n_embd": 1024,
+    "n_inner": 2816,
+    "block_size": 4096,
+    "tied": True,
+    "batch_size": 8,
+    "gradient_accumulation_steps": 16,
+    "weight_decay": 0.01,
+    "warmup_iters": 1024,
+    "eval_interval": 500,
 }
 
 PRESETS = {
@@ -87,19 +100,16 @@ PRESETS = {
         "Llama 2 tokenizer (32k ids); GPT-2's, used here, makes it 360M. The paper does "
         "not give the number of heads or the width of the MLP: they follow DeltaNet's "
         "340M",
-        **LLAMA,
-        "n_layer": 24,
-        "n_head": 16,
-        "n_embd": 1024,
-        "n_inner": 2816,
-        "block_size": 4096,
-        "tied": True,
-        "batch_size": 8,
-        "gradient_accumulation_steps": 16,
+        **LAZY,
         "max_iters": 28_610,
-        "weight_decay": 0.01,
-        "warmup_iters": 1024,
-        "eval_interval": 500,
+    },
+    "paper1-ablation": {
+        "about": "Lazy Attention, table 2 and figure 6: paper1 with T = 512 and 10B tokens. "
+        "The paper does not give the size of these models",
+        **LAZY,
+        "block_size": 512,
+        "batch_size": 64,
+        "max_iters": 19_073,
     },
     # the paper cites this scale from Titans: 760M in table 1, 730M in appendix C.2. It prints no
     # sizes. These are GPT-3 Large's, with SwiGLU's usual width: 729M parameters with the paper's
@@ -108,19 +118,13 @@ PRESETS = {
         "about": "Lazy Attention, table 1: 760M parameters, 30B tokens. The paper prints no depth, "
         "width or number of heads: they are GPT-3 Large's (760M). GPT-2's tokenizer, used "
         "here, makes it 757M",
-        **LLAMA,
-        "n_layer": 24,
-        "n_head": 16,
+        **LAZY,
         "n_embd": 1536,
         "n_inner": 4096,
-        "block_size": 4096,
-        "tied": True,
         "batch_size": 4,
         "gradient_accumulation_steps": 32,
         "max_iters": 57_220,
-        "weight_decay": 0.01,
         "warmup_iters": 2048,
-        "eval_interval": 500,
     },
     "paper2": {
         "about": "Threshold Differential Attention, appendix D: GPT-2 162M with RoPE and an untied "
@@ -135,7 +139,7 @@ PRESETS = {
     "paper5": {
         "about": "When Attention Sink Emerges: LLaMA blocks of 59M parameters, without embeddings, "
         "20k steps. The paper uses the Pile with a tokenizer of its own; this uses "
-        "FineWeb-Edu with GPT-2's. The batch size follows from 5B tokens in 20k steps",
+        "FineWeb-Edu with GPT-2's. The batch size and the constant learning rate are its code's",
         **LLAMA,
         "n_layer": 10,
         "n_head": 8,
@@ -144,8 +148,9 @@ PRESETS = {
         "block_size": 2048,
         "tied": False,
         "batch_size": 16,
-        "gradient_accumulation_steps": 8,
+        "gradient_accumulation_steps": 32,
         "max_iters": 20_000,
+        "decay_lr": False,
         "warmup_iters": 100,
     },
     # the paper prints "1B" and two losses. Everything else is from its code,

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from common import files
@@ -427,21 +428,24 @@ def on_base(state, meta, path):
 
 
 def merged(state, path):
-    """A model's weights with LoRA folded in: W + B A, in float32, replaces W, A and B. path: named
-    in errors."""
-    for name in [name for name in state if name.endswith(".lora_a")]:
-        module = name.removesuffix(".lora_a")
-        a, b, weight = (state.get(f"{module}.{part}") for part in ("lora_a", "lora_b", "weight"))
+    """A model's weights with LoRA folded in: W + B A, in float32, replaces W, A and B. The number
+    at the end of a name is the first row of W that B A is added to. path: named in errors."""
+    for found in [found for name in state if (found := re.fullmatch(r"(.+)\.lora_a(\d*)", name))]:
+        module, first = found[1], int(found[2] or 0)
+        a, b = state[found[0]], state.get(f"{module}.lora_b{found[2]}")
+        weight = state.get(f"{module}.weight")
         if (
             b is None
             or weight is None
             or not a.dim() == b.dim() == weight.dim() == 2
-            or ((*b.shape, *a.shape) != (len(weight), len(a), len(a), weight.shape[1]))
+            or (b.shape[1], *a.shape) != (len(a), len(a), weight.shape[1])
+            or first + len(b) > len(weight)
         ):
             raise ValueError(
                 f"{path} does not fit its base: {module} has another shape there, or lacks a matrix"
             )
-        state = state | {f"{module}.weight": weight.float() + b.float() @ a.float()}
+        change = F.pad(b.float() @ a.float(), (0, 0, first, len(weight) - first - len(b)))
+        state = state | {f"{module}.weight": weight.float() + change}
     return {name: value for name, value in state.items() if ".lora_" not in name}
 
 
@@ -507,6 +511,6 @@ def load_weights(model, state, path, new=(), copy=True):
 def what_is_new(new, path):
     """One line that names the parameters that a recipe adds to a run's weights: tau of 30
     layers."""
-    layers = Counter(re.sub(r"^transformer\.h\.\d+\.attn\.", "", name) for name in new)
+    layers = Counter(re.sub(r"^transformer\.h\.\d+\.(attn\.)?", "", name) for name in new)
     parts = [f"{name} of {count} layers" if count > 1 else name for name, count in layers.items()]
     return f"not in {path}, so at their initial values: {', '.join(parts)}"

@@ -21,8 +21,14 @@ from model import GPTConfig, generator_of
 
 # ----------------------------------------------------------------------------------------- adapters
 
-# values of --lora_on
-PROJECTIONS = {"both": ("c_attn", "c_proj"), "c_attn": ("c_attn",), "c_proj": ("c_proj",)}
+ATTENTION = "attn.c_attn", "attn.c_proj"
+PROJECTIONS = {  # {value of --lora_on: the linear layers of a block}
+    "both": ATTENTION,
+    "c_attn": ATTENTION[:1],
+    "c_proj": ATTENTION[1:],
+    "qv": ATTENTION[:1],  # its rows for queries and values, with an A and a B each
+    "all": (*ATTENTION, "mlp.c_fc", "mlp.c_gate", "mlp.c_proj"),
+}
 
 
 class LoRA(nn.Linear):
@@ -30,22 +36,29 @@ class LoRA(nn.Linear):
     learned.
 
     B starts at 0, so the layer begins as W x. From Hu et al. 2021 (arXiv 2106.09685), section 4.1,
-    which multiplies B A by alpha / rank: here alpha is the rank. generator: draws the initial A."""
+    which multiplies B A by alpha / rank: here alpha is the rank. generator: draws the initial A.
+    parts: {first row: number of rows}, the rows of W that get an A and a B of their own. Their
+    names end with the first row if it is not 0."""
 
-    def __init__(self, linear, rank, generator):
+    def __init__(self, linear, rank, generator, parts):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        drawn = torch.randn(rank, self.in_features, generator=generator, device="cpu")
-        self.lora_a = nn.Parameter(drawn * 0.02)
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, rank))
+        self.weight, self.bias, self.parts = linear.weight, linear.bias, parts
+        for first, rows in parts.items():
+            drawn = torch.randn(rank, self.in_features, generator=generator, device="cpu")
+            setattr(self, f"lora_a{first or ''}", nn.Parameter(drawn * 0.02))
+            setattr(self, f"lora_b{first or ''}", nn.Parameter(torch.zeros(rows, rank)))
 
     def forward(self, x):
-        return super().forward(x) + F.linear(F.linear(x, self.lora_a), self.lora_b)
+        y = super().forward(x)
+        for first, rows in self.parts.items():
+            a, b = (getattr(self, f"lora_{part}{first or ''}") for part in "ab")
+            y = y + F.pad(F.linear(F.linear(x, a), b), (first, self.out_features - first - rows))
+        return y
 
 
 def train_only(model, knobs):
-    """Prepare a model for --train_only, on top of another run's weights: lora replaces projections
-    of attention by LoRA layers and freezes the rest; a mixer's name freezes all that this mixer
+    """Prepare a model for --train_only, on top of another run's weights: lora replaces linear
+    layers by LoRA layers and freezes the rest; a mixer's name freezes all that this mixer
     does not add.
 
     common/runs.py stores the trained weights, an adapter, and loads them on top of the base run.
@@ -59,14 +72,22 @@ def train_only(model, knobs):
             "--train_only=lora cannot be combined with "
             f"--bias_of={model.config.bias_of}: leave out one"
         )
+    names = PROJECTIONS[knobs.lora_on] if part == "lora" else ()
     for layer, block in enumerate(blocks):
-        for name in PROJECTIONS[knobs.lora_on] if part == "lora" else ():
-            generator = generator_of(knobs.seed, f"transformer.h.{layer}.attn.{name}.lora_a")
-            setattr(block.attn, name, LoRA(getattr(block.attn, name), knobs.lora_rank, generator))
+        linears = {name: linear for name, linear in block.named_modules() if name in names}
+        for name, linear in linears.items():
+            generator = generator_of(knobs.seed, f"transformer.h.{layer}.{name}.lora_a")
+            outputs = linear.out_features
+            if knobs.lora_on == "qv":  # c_attn's rows are those of q, of k and of v
+                q, _, v = (heads * width for heads, width in block.attn.shapes.values())
+                parts = {0: q, outputs - v: v}
+            else:
+                parts = {0: outputs}
+            block.set_submodule(name, LoRA(linear, knobs.lora_rank, generator, parts))
     for name, p in model.named_parameters():
         _, _, inside = name.partition(".attn.")  # the parameter's name in its attention layer
         added = any(inside in block.attn.added for block in blocks)
-        p.requires_grad_(".lora_" in inside if part == "lora" else added)
+        p.requires_grad_(".lora_" in name if part == "lora" else added)
     if not num_trained(model):
         raise ValueError(
             f"--attn={model.config.attn} adds nothing to plain attention that "

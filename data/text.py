@@ -10,6 +10,10 @@ A .jsonl (or .parquet) holds a document in the "text" field of each row; any oth
 document if it is UTF-8; .gz of these is unpacked. In a folder, empty and binary files are skipped.
 Each document begins with a separator.
 
+With --prompt=question --response=answer, a document is the text in these two fields of each row of
+a .jsonl or .parquet, one after the other. The loss counts only the response and the separator
+after it. (train.py and eval.py loss count so; the other instruments read all tokens.)
+
 With --fixed_at=16 --length=256 the text is cut into sequences of 256 tokens and the target of the
 last one. The separator replaces the token at place 16 of each. Does a token that is always at the
 same place become the sink? (Lazy Attention, section 3.1 and figure 2a. Train with --block_size up
@@ -23,6 +27,7 @@ held out.
 import contextlib
 import itertools
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +70,9 @@ def held_out(sizes, args):
     return np.array(named)
 
 
-def texts_of(paths, mask):
+def texts_of(read, paths, mask):
     """The texts of one split, read from the files again: memory holds only a few at a time."""
-    return itertools.compress(itertools.chain.from_iterable(map(tokens.documents, paths)), mask)
+    return itertools.compress(itertools.chain.from_iterable(map(read, paths)), mask)
 
 
 def fixed(args, separator, pieces):
@@ -86,14 +91,22 @@ def prepare(args):
         )
     if not 0 < args.val_share < 1:
         raise ValueError(f"--val_share={args.val_share} must lie between 0 and 1")
+    if bool(args.prompt) != bool(args.response) or args.prompt and args.fixed_at >= 0:
+        raise ValueError(
+            f"--prompt={args.prompt} and --response={args.response}: give both, without --fixed_at"
+        )
     files.check_name(args.name, "--name")  # --out_dir takes any folder
     if not args.out_dir and args.name in {*tokens.DATA_SETS} - {"text"}:
         raise ValueError(f"--name={args.name} is the name of a script in data/: choose another")
     coder, source = tokens.tokenizer_of(args, args.name), args.source
-    sizes, paths = {}, tokens.source_files(source)
+    entries, read, endings = {"dataset": args.name, "source": str(source)}, tokens.documents, None
+    if args.prompt:
+        entries |= {"prompt": args.prompt, "response": args.response}
+        read, endings = partial(read, fields=(args.prompt, args.response)), tokens.ROWS
+    sizes, paths = {}, tokens.source_files(source, endings)
     for path in paths:
         with contextlib.nullcontext() if path == source else contextlib.suppress(tokens.NotText):
-            if found := [len(text.encode()) for text in tokens.documents(path)]:
+            if found := [len("".join(text).encode()) for text in read(path)]:
                 sizes[path] = np.array(found)
     if not sizes:
         raise ValueError(
@@ -101,7 +114,7 @@ def prepare(args):
             '.parquet with a "text"'
         )
     count = sum(map(len, sizes.values()))
-    if count == 1 and not args.val:
+    if count == 1 and not args.val and not args.prompt:
         text = next(tokens.documents(next(iter(sizes))))
         end = int(len(text) * (1 - args.val_share))
         if not 0 < end < len(text):
@@ -112,13 +125,12 @@ def prepare(args):
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         mask = held_out(sizes, args)
-        splits = {"train": texts_of(sizes, ~mask), "val": texts_of(sizes, mask)}
+        splits = {"train": texts_of(read, sizes, ~mask), "val": texts_of(read, sizes, mask)}
     print(
         f"source: {count} documents in {len(sizes)} files of {source}; "
         f"{len(paths) - len(sizes)} files without text skipped"
     )
     ids = {split: tokens.encode_all(coder, texts) for split, texts in splits.items()}
-    entries = {"dataset": args.name, "source": str(source)}
     if args.fixed_at >= 0:  # windows begin where sequences begin
         ids = {split: fixed(args, coder.separator, pieces) for split, pieces in ids.items()}
         entries |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
@@ -130,6 +142,8 @@ if __name__ == "__main__":
     parser.add_argument(
         "--name", default="text", help="name of the data set and its folder (default: %(default)s)"
     )
+    parser.add_argument("--prompt", help="field of a row with text that is no target of the loss")
+    parser.add_argument("--response", help="field with the text after it, which is a target")
     parser.add_argument("--val", nargs="+", metavar="FILE", help="files to hold out")
     parser.add_argument(
         "--val_share", type=float, default=0.1, help="share to hold out (default: %(default)s)"

@@ -12,7 +12,8 @@ windows from it. A data set is a folder data/<name>/:
 A shard is a header of 256 int32 (magic number, version, number of tokens), then the tokens as
 uint16, or as uint32 for a larger vocabulary. llm.c and modded-nanogpt use the same layouts, so they
 can read these files. A shard can be memory-mapped. Each document begins with a separator: the
-vocabulary's last id, unless meta.json names it.
+vocabulary's last id, unless meta.json names it. A data set of prompts and responses has shards of
+int32, and a prompt's token, which is no target of the loss, is stored as ~id (-1 - id).
 """
 
 import contextlib
@@ -64,44 +65,52 @@ def ending(path):
     return Path(path.name.removesuffix(".gz")).suffix
 
 
-def documents(path):
-    """The texts of one source file: the "text" of each row of a .parquet or .jsonl, otherwise the
-    whole file. Empty rows are left out."""
-    readers = {".parquet": parquet_texts, ".jsonl": jsonl_texts}
-    for text in readers.get(ending(path), lambda path: [read_text(path)])(path):
-        if text and not text.isspace():
-            yield text
+ROWS = ".parquet", ".jsonl"  # endings of files whose rows are documents
 
 
-def parquet_texts(path):
+def documents(path, fields=("text",)):
+    """The texts of one source file: the field "text" of each row of a .parquet or .jsonl, otherwise
+    the whole file. Several fields: tuples of them. A row with an empty field is left out."""
+    readers = dict(zip(ROWS, (parquet_rows, jsonl_rows), strict=True))
+    for texts in readers.get(ending(path), lambda path, _: [(read_text(path),)])(path, fields):
+        if all(text and not text.isspace() for text in texts):
+            yield texts if len(fields) > 1 else texts[0]
+
+
+def parquet_rows(path, fields):
     parquet = files.optional("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as table:
-            if "text" not in table.schema_arrow.names:
-                raise ValueError(f'no column "text", only {", ".join(table.schema_arrow.names)}')
-            for batch in table.iter_batches(batch_size=1024, columns=["text"]):
-                texts = batch["text"].to_pylist()
-                if wrong := [text for text in texts if not isinstance(text, str | None)]:
-                    raise ValueError(f'its column "text" holds {type(wrong[0]).__name__}, not str')
-                yield from texts
+            for name in fields:
+                if name not in (known := table.schema_arrow.names):
+                    raise ValueError(f'no column "{name}", only {", ".join(known)}')
+            for batch in table.iter_batches(batch_size=1024, columns=[*fields]):
+                columns = {name: batch[name].to_pylist() for name in fields}
+                for name, texts in columns.items():
+                    if wrong := [text for text in texts if not isinstance(text, str | None)]:
+                        kind = type(wrong[0]).__name__
+                        raise ValueError(f'its column "{name}" holds {kind}, not str')
+                yield from zip(*columns.values(), strict=True)
     except (ValueError, OSError) as e:
         raise ValueError(
             f"{path} cannot be read as parquet ({e}): mend it, or fetch it again"
         ) from None
 
 
-def jsonl_texts(path):
+def jsonl_rows(path, fields):
     with unpacked(path) as f:
         for number, line in enumerate(f, 1):
             if line.strip():
                 try:  # JSON can hold lone surrogates, UTF-8 cannot
-                    text = files.parsed(line)["text"].encode("utf-8", "replace").decode()
+                    row = files.parsed(line)
+                    texts = [row[name].encode("utf-8", "replace").decode() for name in fields]
                 except (ValueError, KeyError, TypeError, AttributeError):
+                    names = " and ".join(f'"{name}"' for name in fields)
                     raise ValueError(
                         f"{path}, line {number} is not a JSON object with a string "
-                        '"text": mend it, or fetch the file again'
+                        f"{names}: mend it, or fetch the file again"
                     ) from None
-                yield text
+                yield texts
 
 
 def read_text(path):
@@ -136,12 +145,20 @@ def unpacked(path):
 
 def encode_all(coder, texts):
     """The ids of each text after a separator, 32 texts at a time in threads: tokenizers release
-    Python's lock."""
+    Python's lock. A text may be a pair, of a prompt, whose tokens become ~id, and its response."""
     texts = iter(texts)
+
+    def ids_of(text):
+        if isinstance(text, str):
+            ids = coder.encode(text)
+        else:
+            prompt, response = map(coder.encode, text)
+            ids = np.concatenate([~prompt.astype(np.int64), response])
+        return np.insert(ids, 0, coder.separator)
+
     with ThreadPoolExecutor() as pool:
         while group := list(itertools.islice(texts, 32)):
-            for ids in pool.map(coder.encode, group):
-                yield np.insert(ids, 0, coder.separator)
+            yield from pool.map(ids_of, group)
 
 
 # ----------------------------------------------------------------------------------------- shards
@@ -152,6 +169,7 @@ SHARD = re.compile(r"(train|val)(_\d{6})?\.bin")  # names of shards
 LAYOUTS = {
     np.dtype(np.uint16): (20240520, 1),
     np.dtype(np.uint32): (20240801, 7),
+    np.dtype(np.int32): (20240801, 8),  # ours, of prompts and responses
 }
 
 
@@ -166,27 +184,30 @@ def shard_header(kind, count):
     return header.tobytes()
 
 
-def write_shard(path, pieces, coder=None):
+def write_shard(path, pieces, coder=None, prompts=False):
     """Write one shard from arrays of ids, one at a time in memory. coder: the tokenizer of the ids;
-    None: they are not text. Returns the shard's row of meta.json, with the bytes of text."""
-    # the vocabulary alone decides, so all shards of a data set have the same type
+    None: they are not text. prompts: some are ~id. Returns the shard's row of meta.json, with the
+    bytes of text, unless the loss counts only a part of it."""
+    # no piece decides, so all shards of a data set have the same type
     kind = np.dtype(np.uint32 if coder and coder.vocab_size > 1 << 16 else np.uint16)
-    count, text = 0, 0
+    kind = np.dtype(np.int32) if prompts else kind
+    count, text, counted = 0, 0, coder and not prompts
     with files.replacing(path) as f:
         f.write(shard_header(kind, 0))  # the number of tokens follows at the end
         for piece in map(np.asarray, pieces):
-            if piece.size and not 0 <= piece.min() <= piece.max() <= np.iinfo(kind).max:
+            low, high = np.iinfo(kind).min, np.iinfo(kind).max
+            if piece.size and not low <= piece.min() <= piece.max() <= high:
                 raise ValueError(
-                    f"{path}: token ids must lie in 0..{np.iinfo(kind).max} to be stored as {kind}"
+                    f"{path}: token ids must lie in {low}..{high} to be stored as {kind}"
                 )
             f.write(piece.astype(kind).tobytes())
             count += piece.size
-            if coder:
+            if counted:
                 text += int(coder.lengths[piece].sum())
                 text -= coder.prefix * bool(piece.size and piece[0] == coder.separator)
         f.seek(0)
         f.write(shard_header(kind, count))
-    return {"tokens": count} | ({"bytes": text} if coder else {}) | {"sha256": files.sha256(path)}
+    return {"tokens": count} | ({"bytes": text} if counted else {}) | {"sha256": files.sha256(path)}
 
 
 def read_shard(path):
@@ -218,7 +239,8 @@ def write_data_set(out, coder, splits, **entries):
     begin(out, coder)
     meta = entries | (tokenizer_entries(coder) if coder else {}) | {"shards": {}}
     for split, pieces in splits.items():
-        meta["shards"][f"{split}.bin"] = write_shard(out / f"{split}.bin", pieces, coder)
+        path = out / f"{split}.bin"
+        meta["shards"][path.name] = write_shard(path, pieces, coder, prompts="prompt" in entries)
     files.write_json(out / "meta.json", meta)
     summarize(out, meta)
 
@@ -396,7 +418,7 @@ class Tokens:
         return int(self.ends[-1])
 
     def window(self, start, length):
-        """Tokens start .. start+length-1, which may span several shards."""
+        """Tokens start .. start+length-1 as they are stored, from one shard or several."""
         pieces, i = [], int(np.searchsorted(self.ends, start, side="right"))
         while length > 0:
             offset = start - (self.ends[i] - len(self.shards[i]))
@@ -405,16 +427,17 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def windows(self, starts, length, vocab_size):
-        """The windows at these starts, int64 (len(starts), length). Raises ValueError on ids
-        outside the vocabulary."""
-        rows = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
+        """The windows at these starts, int64 (2, len(starts), length): their ids, and the same with
+        -1 for what is no target of the loss. Raises ValueError on ids outside the vocabulary."""
+        stored = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
+        rows = np.maximum(stored, ~stored)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
             raise ValueError(
                 f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the "
                 f"vocabulary has {vocab_size} ids: wrong file, or wrong --vocab_size"
             )
-        return rows
+        return np.stack([rows, np.maximum(stored, -1)])
 
     def first_keys(self, starts, length):
         """For each token of the windows at these starts, where in the window its document begins:

@@ -34,7 +34,7 @@ def every_head(model):
 def value_zeroed(chosen, place=0, to_itself=True):
     """Attention in which the token at this place of the sequence has the value 0 for the chosen
     heads. The attention weights do not change. to_itself: its own row reads the value 0 as well.
-    False is like changing the KV cache after the token was read."""
+    False changes the KV cache after the token was read, also while decoding."""
 
     def change(attend, layer, module, q, k, v, x, *more):
         if not chosen[layer].any():
@@ -48,7 +48,8 @@ def value_zeroed(chosen, place=0, to_itself=True):
         zeroed = v.clone()
         zeroed[:, :, row] = v[:, :, row].masked_fill(heads[:, None], 0.0)
         o = attend(q, k, zeroed, x, *more)
-        if not to_itself:  # its own row is computed without the change
+        # its own row is computed without the change; a step of decoding does not have it
+        if not to_itself and q.shape[2] == v.shape[2]:
             upto = slice(row + 1 if module.causal else None)
             own = attend(q[:, :, upto], k[:, :, upto], v[:, :, upto], x[:, upto], *more)
             o[:, :, row] = own[:, :, row]

@@ -12,10 +12,14 @@ import math
 import sys
 from dataclasses import dataclass
 
+import torch
+
 from common import files
 from common.flags import Knobs, knob
-from evals.instrument import table
+from evals.ablate import value_zeroed
+from evals.instrument import instead, table
 from evals.likelihood import answers, generated, text_tokenizer
+from evals.probe import probe
 
 
 @dataclass
@@ -28,6 +32,12 @@ class Bench(Knobs):
         -1, "solved examples before each question; -1: as the task says", least=-1
     )
     limit: int = knob(0, "only the first questions of each task; 0: all")
+    zero_above: float = knob(
+        1.0,
+        "in heads with more than this share of their weight on the sink, the first token's value "
+        "is 0; 0: in all heads; 1: in none (table 1 of Native MoE)",
+        least=0,
+    )
     bos: bool = knob(False, "begin every context with the separator, as in training")
     length: int = knob(
         0, "tokens of the longest input; a longer one loses its beginning; 0: block_size"
@@ -52,7 +62,8 @@ def command(args, run):
     # the class is made here, because the package of its base is optional
     base = files.optional("lm_eval.api.model").TemplateLM
     model = type("Model", (Answering, base), {})(run, args)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout has only the table
+    # stdout has only the table
+    with value_zero(run, args.zero_above), contextlib.redirect_stdout(sys.stderr):
         found = evaluator.simple_evaluate(
             model,
             tasks=names,
@@ -77,6 +88,18 @@ def command(args, run):
                 rows.append([name, None if count is None else str(count), float(value), error])
     text = table(rows, ["task", "questions", "score", "+-"])
     return numbers, f"{text}\n\n+-: standard error of the score"
+
+
+def value_zero(run, threshold):
+    """The context in which heads with an alpha_sink above this threshold read the first token's
+    value as 0. The heads are chosen on fixed windows of the run's data, not on the tasks."""
+    if threshold >= 1:
+        return contextlib.nullcontext()
+    length = min(run.window(0), 256)
+    layers = probe(run.model, run.split("val"), run.machine, 16, 4, length, local=1)["layers"]
+    chosen = torch.tensor([layer["alpha_sink"] for layer in layers]) > threshold
+    run.note(f"the first value is 0 in {chosen.sum()} of {chosen.numel()} heads")
+    return instead(run.model, value_zeroed(chosen, to_itself=False))
 
 
 def task_manager(args):

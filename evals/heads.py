@@ -5,6 +5,10 @@ as Native MoE, on fixed windows.
 The sink is the extra key or the sink token if the recipe has one, else the first token. A head is a
 head of the output: a differential recipe's weights are the difference of its views. Maps are
 (layers, heads).
+
+Differs from the paper: eq. 7 takes the weights as they are, though its mean 1/i needs rows that sum
+to 1, and rows of a recipe with a sink outside the sequence do not (sigma2_printed). sigma2 scales
+rows to sum 1. Under --window both count the visible keys, not all i.
 """
 
 from dataclasses import dataclass
@@ -35,6 +39,7 @@ MEASURES = {  # name: its meaning, printed under the table
     "{local} is our choice)",
     "sigma2": "variance of a row's absolute weights, scaled to sum to 1, around an even spread "
     "(eq. 7)",
+    "sigma2_printed": "the same of the weights as they are (eq. 7 as printed)",
     "importance": "weight on all other keys; for a gated head, its mean gate (eq. 8)",
     "dormant": "heads with alpha_sink above {threshold:g}",
 }

@@ -79,7 +79,8 @@ class Common(Knobs):
     attn: str = knob(
         "",
         "attention recipe in place of the run's own; several: softmax,elastic. With several, the "
-        "flag of an axis or constant changes the recipes that have it, or all if none has it",
+        "flag of an axis or constant changes the recipes that set it; if none does, those that "
+        "accept it",
     )
 
 
@@ -330,22 +331,22 @@ def window_batches(
     """Yield fixed windows of a split in batches (B, length + 1), on the machine's device; the last
     token is only a target. The windows are spread evenly over the split, and every call yields the
     same ones. count: how many windows, 0 for as many as fit. bar: show the progress. share: the
-    ranks share the windows; then a rank may have none. packed: yield pairs of such a batch and
-    GPT.forward's `starts`, which are None if the split was opened without documents."""
+    ranks share the windows; then a rank may have none. packed: yield such a batch, and the
+    `targets` and `starts` of GPT.forward, None if the split was opened without documents."""
     starts = tokens.fixed_windows(split, length, count)
     if share:
         starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
         batch = starts[i : i + batch_size]
-        rows = split.windows(batch, length + 1, model.config.vocab_size)
-        rows = torch.from_numpy(rows).to(machine.device)
+        both = split.windows(batch, length + 1, model.config.vocab_size)
+        rows, targets = torch.from_numpy(both).to(machine.device)
         if not packed:
             yield rows
             continue
         first = None
         if split.documents is not None:
             first = torch.from_numpy(split.first_keys(batch, length)).to(machine.device)
-        yield rows, first
+        yield rows, targets[:, 1:], first
 
 
 def progress(steps, shown):
@@ -418,22 +419,28 @@ def recipe_names(text):
 
 def overrides_of(recipes, given):
     """{recipe: the overrides that it gets of the given ones}. An axis reaches the recipes whose row
-    in ATTENTIONS sets it, and a constant of --attn_args those that have it. If none does, and for
-    any other flag, it reaches all."""
-    axes, named = {}, {}  # of each recipe
+    in ATTENTIONS sets it; if none does, those whose mixer accepts it. A constant of --attn_args
+    reaches those that have it. What no recipe has, and any other flag, reaches all."""
+    sets, accepts, constants_of = {}, {}, {}  # of each recipe
     for attn in recipes:
         config = GPTConfig(attn=attn)
-        axes[attn] = set(config.recipe)
-        named[attn] = set(constants(config, mixers.MIXERS[config.mixer].axes))
+        mixer = mixers.MIXERS[config.mixer]
+        sets[attn] = set(config.recipe)
+        accepts[attn] = {*mixer.axes, *mixer.numbers}
+        constants_of[attn] = set(constants(config, mixer.axes))
+
+    def reached(name, *havings):
+        """The recipes that the first of these {recipe: names} gives this name."""
+        found = ([attn for attn in recipes if name in having[attn]] for having in havings)
+        return next(filter(None, found), recipes)
+
+    given = dict(given)
+    pairs = [pair for pair in given.pop("attn_args", "").split(",") if pair]
     found = {}
     for attn in recipes:
-        # what only the other recipes have. MagicPIG's constant `first` is not the axis of that name
-        foreign_axes = set().union(*axes.values()) - axes[attn]
-        foreign_args = set().union(*named.values()) - named[attn]
-        changed = {name: value for name, value in given.items() if name not in foreign_axes}
-        args = changed.pop("attn_args", "").split(",")
-        args = [pair for pair in args if pair.split("=")[0] not in foreign_args]
-        if any(args):
+        changed = {name: given[name] for name in given if attn in reached(name, sets, accepts)}
+        args = [pair for pair in pairs if attn in reached(pair.split("=")[0], constants_of)]
+        if args:
             changed["attn_args"] = ",".join(args)
         found[attn] = changed | {"attn": attn}
     return found

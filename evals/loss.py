@@ -185,37 +185,45 @@ def curves(group, column):
 
 @torch.no_grad()
 def mean_loss(model, split, machine, count, batch_size, share=True):
-    """Mean loss (nats per token) on `count` fixed windows of a split, 0 for as many as fit. share:
+    """Mean loss (nats per target) on `count` fixed windows of a split, 0 for as many as fit. share:
     the ranks share the windows. A sharded model needs all ranks for each pass, so there every rank
     reads every window."""
     training = model.training
     total = 0.0
-    seen = 0
+    seen = 0  # targets
     model.eval()  # no dropout; train.py calls this between two steps
     T = model.config.block_size
-    for rows, starts in window_batches(
+    for rows, targets, starts in window_batches(
         model, split, machine, T, count, batch_size, share=share, packed=True
     ):
-        with machine.autocast():  # a mean over B windows; the last batch may have fewer
-            total += model(rows[:, :-1], rows[:, 1:], starts=starts)[1].item() * len(rows)
-        seen += len(rows)
+        here = (targets >= 0).sum().item()  # the last batch may have fewer
+        with machine.autocast():
+            total += model(rows[:, :-1], targets, starts=starts)[1].item() * here
+        seen += here
     model.train(training)
     total, seen = machine.sum(total, seen)
+    if not seen:
+        raise ValueError(f"{split.name}: no window has a target of the loss: raise --block_size")
     return total / seen
 
 
 @torch.no_grad()
 def window_losses(model, split, machine, count, batch_size, length):
-    """The mean loss of each fixed window, (windows,) in float64, of a model in eval mode. The ranks
-    share the windows."""
-    own = []
-    for rows, starts in window_batches(
+    """The loss of each fixed window, (windows,) in float64, of a model in eval mode: the sum over
+    its targets, divided by their mean number in a window. So the mean over windows is the mean over
+    targets. The ranks share the windows."""
+    own, targets = [], 0
+    for rows, wanted, starts in window_batches(
         model, split, machine, length, count, batch_size, bar=True, share=True, packed=True
     ):
-        own += token_losses(model, rows, machine, starts).double().mean(1).tolist()
+        counted = wanted >= 0
+        losses = token_losses(model, rows, machine, starts).double() * counted
+        own += losses.sum(1).tolist()
+        targets += counted.sum().item()
     found = np.zeros(len(tokens.fixed_windows(split, length, count)))
     found[machine.rank :: machine.world] = own
-    return np.array(machine.sum(*found))
+    *sums, targets = machine.sum(*found, targets)
+    return np.array(sums) * len(sums) / targets
 
 
 def token_losses(model, rows, machine, starts=None):

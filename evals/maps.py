@@ -2,7 +2,8 @@
 
 These are Lazy Attention's figure 7 and Threshold Differential Attention's figure 2. A row is a
 query, a column a key, and the colour is the attention weight: red above 0, blue below if weights
-are signed, yellow for an exact zero. --html writes a page for a browser with every head:
+are signed, yellow for an exact zero. --of draws other numbers of a query and a key, as figure 3 of
+Attention Sink Forges Native MoE. --html writes a page for a browser with every head:
 evals/heads.html, with these numbers in it.
 """
 
@@ -34,6 +35,12 @@ SENTENCE = (
 )
 SHOWN = 32  # tokens of it that are shown
 MOST = 100  # labels of more tokens are too small in a picture
+OF = {  # {value of --of: (its meaning, the name of its mean over the first column)}
+    "weights": ("weight", "sink"),
+    "qk": ("q·k", "first key"),
+    "cos_qk": ("cos(q, k)", "first key"),
+    "cos_kk": ("cos(k, k)", "first key"),
+}
 
 
 @dataclass
@@ -53,6 +60,12 @@ class Maps(Knobs):
         "heads, counted from 0, separated by commas; empty: in each layer the one with the "
         "most weight on the first token and, without --views, the one with the least",
     )
+    of: str = knob(
+        "weights",
+        "what is shown: attention weights, products of queries and keys, their cosines, or the "
+        "cosines of the row's own key and a key; of a differential recipe, in its first view",
+        tuple(OF),
+    )
     views: bool = knob(False, "also show the two views of a differential recipe")
     html: str = knob(
         "",
@@ -67,10 +80,13 @@ class Maps(Knobs):
         super().__post_init__()
         if self.text is not None and not self.text.strip():
             raise ValueError("--text is empty: write a sentence, or leave the flag out")
-        if self.html and (self.layers or self.heads or self.views):
+        if self.html and (self.layers or self.heads or self.views or self.of != "weights"):
             raise ValueError(
-                "--html shows every head and no views: leave out --layers, --heads and --views"
+                "--html shows the weights of every head and no views: leave out --layers, --heads, "
+                "--of and --views"
             )
+        if self.views and self.of != "weights":
+            raise ValueError(f"--views shows weights: leave out --of={self.of}")
         if self.cost and not self.html:
             raise ValueError("--cost is for the page: add --html=FILE")
 
@@ -95,15 +111,16 @@ def command(args, run):
     kinds, of_page = maps_of(run, ids, args)
     maps = []
     for layer in layers or sorted({round(i * (L - 1) / 3) for i in range(4)}):
-        *_, w = kinds[layer].values()  # (heads, T, keys): the weights or the difference
-        sink = w[:, :, first].abs().mean(1)
+        sink = kinds[layer]["weights"][:, :, first].abs().mean(1)
         extremes = dict.fromkeys([sink.argmax().item(), sink.argmin().item()])
         for head in heads or [*extremes][: 1 if args.views else 2]:
             shown = {kind: six_digits(w[head]) for kind, w in kinds[layer].items()}
-            hidden = {"hidden": shown.pop("hidden")} if args.html else {}
-            place = {"layer": layer, "head": head}
-            maps += [place | {"kind": kind, "weights": w} | hidden for kind, w in shown.items()]
-    numbers = {"queries": queries, "keys": keys, "first": first, "maps": maps} | of_page
+            hidden = {"hidden": shown["hidden"]} if args.html else {}
+            for kind in VIEWS if args.views else (args.of,):
+                w = shown["weights" if kind == "difference" else kind]
+                maps.append({"layer": layer, "head": head, "kind": kind, "weights": w} | hidden)
+    numbers = {"of": args.of, "queries": queries, "keys": keys, "first": first, "maps": maps}
+    numbers |= of_page
     return numbers, f"open {args.html} in a browser" if args.html else in_words(numbers)
 
 
@@ -158,6 +175,8 @@ def labels_of(ids, text, coder):
     return [label if len(label) <= 14 else f"{label[:13]}…" for label in labels]
 
 
+VIEWS = "view a", "view b", "difference"
+
 # measures that colour the page's heads
 IN_GRID = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")
 COST = "how much the loss of this sentence rises without the head, in nats per token"
@@ -168,8 +187,9 @@ def maps_of(run, ids, args):
     where keys is T, or more with the columns of the extra key and of sink tokens first; and what
     else the page shows, {} without --html.
 
-    The kinds are "weights", or with --views "view a", "view b" and "difference" (a - lambda b), and
-    with --html also "hidden": the weights if only the first row sees the first key. The page shows
+    The kinds are "weights", with --views "view a" and "view b" (the weights are a - lambda b), the
+    value of --of, and with --html "hidden": the weights if only the first row sees the first key.
+    The page shows
     the recipe, the measures (layers, heads) of IN_GRID, also of "hidden", the costs with --cost,
     the norms of values (layers, heads, T), and those of the hidden states (layers + 1, T) that
     enter each layer and leave the last."""
@@ -181,8 +201,9 @@ def maps_of(run, ids, args):
     def see(layer, module, q, k, v, x, table):
         found = {"weights": module.weights_of(q, k, x, table)}
         if args.views:
-            a, b = module.views_of(q, k, x, table)
-            found = {"view a": a, "view b": b, "difference": found["weights"]}
+            found |= zip(VIEWS, module.views_of(q, k, x, table), strict=False)
+        if args.of != "weights":
+            found[args.of] = products(args.of, module, q, k)
         if args.html:
             without = module.mask._replace(hidden=module.sink_tokens)
             found["hidden"] = module.weights_of(q, k, x, table, without)
@@ -200,6 +221,17 @@ def maps_of(run, ids, args):
         return kinds, {}
     norms = {"value_norms": value_norms, "stream": stream}
     return kinds, {"about": about(run)} | measures_of(run, rows, probes, args.cost) | norms
+
+
+def products(of, module, q, k):
+    """The products or cosines (B, heads, T, T) that --of names; 0 after the row."""
+    views = module.score_heads // module.heads
+    q, k = q[:, ::views], module.for_score_heads(k, 1)[:, ::views]
+    # no matrix product, which autocast would compute in 16 bits
+    row, column = (k if of == "cos_kk" else q).float().unsqueeze(-2), k.float().unsqueeze(-3)
+    if of == "qk":
+        return (row * column).sum(-1).tril()
+    return F.cosine_similarity(row, column, dim=-1).tril()
 
 
 def about(run):
@@ -249,6 +281,7 @@ def in_words(numbers):
     weight. The last rows are the mean weights on the first token and on the extra key."""
     queries, keys, first = numbers["queries"], numbers["keys"], numbers["first"]
     w = torch.tensor([found["weights"] for found in numbers["maps"]])  # (maps, T, keys)
+    meaning, mean_of_first = OF[numbers["of"]]
     rows = []
     for i, query in enumerate(queries):
         cells = []
@@ -256,12 +289,12 @@ def in_words(numbers):
             weight = w[m, i, key]
             cells.append(f"{keys[key]} {weight:5.2f}" if weight else "-")
         rows.append([query, *cells])
-    for column, name in enumerate(["extra", "sink"][-1 - first :]):  # the measures of probe
+    for column, name in enumerate(["extra", mean_of_first][-1 - first :]):
         rows.append([name, *(f"{mean:.3f}" for mean in w[:, :, column].mean(1))])
     titles = ["{layer}.{head} {kind}".format(**found) for found in numbers["maps"]]
     header = ["", *(title.removesuffix(" weights") for title in titles)]
     return (
-        "for each query (down), the key with the most weight, and that weight; "
+        f"for each query (down), the key with the largest {meaning}, and its size; "
         f"columns are layer.head\n{table(rows, header)}"
     )
 
@@ -327,7 +360,7 @@ def draw(path, found):
             if len(found) > 1:
                 title = part[0, 0].get_title()
                 part[0, 0].set_title(f"{Path(place).name}: {title}", fontsize=9)
-        label = "weight (square-root scale; yellow: exactly 0)"
+        label = f"{OF[numbers['of']][0]} (square-root scale; yellow: exactly 0)"
         figure = axes[0, 0].figure
         figure.supxlabel("key: the token that is attended to", fontsize=10)
         figure.supylabel("query: the token that attends", fontsize=10)
@@ -363,7 +396,7 @@ def draw_map(ax, numbers, one, side, colours):
     ax.imshow(np.ma.array(w, mask=later | (w != 0)), cmap=yellow)
     name = "layer {layer}, head {head}, {kind}".format(**one).removesuffix(", weights")
     sink = w[:, numbers["first"]].mean()
-    ax.set_title(f"{name}\nsink {sink:.2f}", fontsize=9)
+    ax.set_title(f"{name}\n{OF[numbers['of']][1]} {sink:.2f}", fontsize=9)
     # letters fit into a cell, and a $ does not begin a formula
     plain = {"parse_math": False, "fontsize": min(7, 60 * side / len(keys))}
     upright = max(map(len, keys)) == 1

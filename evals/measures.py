@@ -51,7 +51,8 @@ MEASURES = {  # name: its meaning, printed under the table
     "value_norm_ratio": "norm of the first token's value, divided by the mean norm of the others",
 }
 
-HEAD_MEASURES = "alpha_sink", "alpha_local", "sigma2", "importance"  # see evals/heads.py
+# see evals/heads.py
+HEAD_MEASURES = "alpha_sink", "alpha_local", "sigma2", "sigma2_printed", "importance"
 
 # {figure of the lab: its meaning}; train.py prints the first five. *Idle* rows need no key, *copy*
 # rows need one
@@ -188,13 +189,15 @@ class Probe:
         rows = i[:, None] + module.sink_tokens
         seen = visible(rows, j + module.sink_tokens, module.mask)  # (R, T)
         n = seen.sum(-1)
-        uneven = (a / (mass[..., None] + 1e-8) - 1 / n[:, None]) * seen
+        even = 1 / n[:, None]
+        uneven = (a / (mass[..., None] + 1e-8) - even) * seen
         full = (i >= self.local - 1).float()  # rows that see at least `local` keys
         outside = has_outer_key(module)
         return {
             "alpha_sink": extra if outside else w[..., 0],
             "importance": mass if outside else a[..., 1:].sum(-1),
             "sigma2": uneven.square().sum(-1) / n,
+            "sigma2_printed": ((w - even) * seen).square().sum(-1) / n,
             "full": full,
             "alpha_local": full * (w * (j > i[:, None] - self.local)).sum(-1),
         }

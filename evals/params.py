@@ -12,6 +12,7 @@ that the layer computes from them.
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,7 @@ from torch import nn
 from common.flags import knob
 from evals.instrument import Windows, batches, legend, table, watch
 from evals.measures import gate_of
-from evals.pictures import draw_rows, frame, heat_map, signed
+from evals.pictures import GREY, draw_rows, frame, heat_map, signed
 from model import GPT
 
 MEANINGS = {  # name: its meaning, printed below the tables
@@ -235,26 +236,17 @@ def each_layer(figure):
 def draw(path, found):
     """Draw a row for each run. First a map for each figure, layers (down) by heads (across): its
     numbers are values, its colours changes in training, red above the initial value and blue below.
-    Then the distance bias."""
-    rows = {}
+    Beside it are the values of each layer. Then the distance bias."""
+    rows, least = {}, (1, 1)
     for place, numbers in found.items():
-        panels = []
-        for name, figure in numbers["figures"].items():
-            change = np.subtract(figure["now"], figure["start"])  # (layers, heads)
-            start = fmean(map(fmean, figure["start"]))
-            panels.append(
-                partial(
-                    heat_map,
-                    cells=change,
-                    colours=signed(max(np.abs(change).max(), 1e-6)),
-                    numbers=figure["now"],
-                    bar="change",
-                    title=f"{name} ({start:.3g} at first)",
-                    ylabel=f"layers {figure['layers']}",
-                )
-            )
+        panels = [
+            partial(draw_figure, name=name, figure=figure)
+            for name, figure in numbers["figures"].items()
+        ]
         if bias := numbers["distance_bias"]:
-            panels.append(partial(draw_bias, numbers=bias["layers"], layers=np.array(bias["now"])))
+            curves = np.array(bias["now"])  # (layers, heads, W)
+            panels.append(partial(draw_bias, numbers=bias["layers"], layers=curves))
+            least = np.maximum(least, curves.shape[:2])
         if panels:
             rows[place] = panels
     if not rows:
@@ -262,16 +254,51 @@ def draw(path, found):
             f"nothing to draw: {', '.join(found)} learned nothing outside linear layers, "
             "leave out --png"
         )
-    draw_rows(path, rows)
+    draw_rows(path, rows, least)
+
+
+def draw_figure(ax, name, figure):
+    """Draw a figure as a map, and beside it a dot for each head and a ring for their mean."""
+    change = np.subtract(figure["now"], figure["start"])  # (layers, heads)
+    start = fmean(map(fmean, figure["start"]))
+    heat_map(
+        ax,
+        cells=change,
+        colours=signed(max(np.abs(change).max(), 1e-6)),
+        numbers=figure["now"],
+        bar="change",
+        title=f"{name} ({start:.3g} at first)",
+    )
+    ax.set_yticks(range(len(change)), figure["layers"])  # other layers may lack the figure
+    beside = ax.inset_axes([1.03, 0, 0.4, 1], sharey=ax)
+    for layer, values in enumerate(figure["now"]):
+        beside.plot(values, [layer] * len(values), ".", color="#08519c", alpha=0.5)
+        beside.plot(fmean(values), layer, "o", color="black", markerfacecolor="white")
+    beside.axvline(start, color=GREY, linestyle=":", linewidth=1)
+    beside.tick_params(labelleft=False, labelsize=7)
+    beside.locator_params(axis="x", nbins=3)
+    frame(beside, xlabel="heads, mean")
 
 
 def draw_bias(ax, numbers, layers):
-    """Draw the distance bias (layers, heads, W), a colour for each layer: thin lines are heads,
-    thick ones means."""
-    for layer, curves in zip(numbers, layers, strict=True):
-        colour = (0.1, 0.2 + 0.6 * layer / (1 + max(numbers)), 0.6)
-        ax.plot(curves.T, color=colour, linewidth=0.5)
-        ax.plot(curves.mean(0), color=colour, linewidth=1.8, label=f"layer {layer}")
-    ax.set_xscale("symlog", linthresh=1)  # includes distance 0
-    ax.legend(frameon=False, fontsize=6)
-    frame(ax, "bias on the score", "distance")
+    """Draw the distance bias (layers, heads, W), a small panel for each layer: thin lines are
+    heads, the thick one is their mean."""
+    across = math.ceil(len(numbers) ** 0.5)
+    down, first = -(-len(numbers) // across), None
+    for place, (layer, curves) in enumerate(zip(numbers, layers, strict=True)):
+        row, column = divmod(place, across)
+        corner = column / across, 1 - (row + 1) / down
+        part = ax.inset_axes([*corner, 0.9 / across, 0.75 / down], sharey=first)
+        first = first or part
+        part.plot(curves.T, color="#9ecae1", linewidth=0.5)
+        part.plot(curves.mean(0), color="#08519c", linewidth=1.8)
+        part.axhline(0, color=GREY, linestyle=":", linewidth=1)
+        part.set_xscale("symlog", linthresh=1)  # includes distance 0
+        part.set_xlim(0, layers.shape[2])
+        part.set_title(f"layer {layer}", fontsize=7, pad=2)
+        part.tick_params(
+            labelsize=6, labelleft=column == 0, labelbottom=place + across >= len(numbers)
+        )
+        part.spines[["top", "right"]].set_visible(False)
+    ax.set_axis_off()
+    ax.set_title("bias on the score, by distance", fontsize=10)

@@ -44,8 +44,9 @@ def figure_of(path, heights, widths, **how):
     pyplot().close(figure)
 
 
-def draw_rows(path, rows):
-    """Draw {run: [functions that draw on a panel]}, a row for each run. Maps decide the size."""
+def draw_rows(path, rows, least=(1, 1)):
+    """Draw {run: [functions that draw on a panel]}, a row for each run. The largest map, or `least`
+    (layers, heads), decides the size."""
     with figure_of(path, [1] * len(rows), [1] * max(map(len, rows.values()))) as axes:
         for (run, panels), line in zip(rows.items(), axes, strict=True):
             for ax, draw in zip(line, panels, strict=False):
@@ -55,7 +56,7 @@ def draw_rows(path, rows):
             if len(rows) > 1:
                 line[0].set_title(f"{Path(run).name}\n{line[0].get_title()}", fontsize=10)
         shapes = [image.get_array().shape for ax in axes.flat for image in ax.images]
-        layers, heads = np.max(shapes or [(1, 1)], 0)
+        layers, heads = np.max([least, *shapes], 0)
         axes[0, 0].figure.set_size_inches(
             axes.shape[1] * min(12, max(4, 1.2 + 0.45 * heads)),
             axes.shape[0] * min(12, max(3.2, 1.2 + 0.27 * layers)),

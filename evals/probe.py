@@ -23,6 +23,7 @@ from evals.instrument import (
     window_batches,
 )
 from evals.lab_figures import lab_figures
+from evals.maps import labels_of, sentence
 from evals.measures import IN_THE_LAB, MEASURES, Probe, mean_of
 from evals.pictures import (
     SHARES,
@@ -33,25 +34,29 @@ from evals.pictures import (
     powers_of_two,
     whole_ticks,
 )
+from evals.sample import as_ids
 from evals.stream import Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
-    "massive": "norm of the first token's hidden state over the others'; the largest at any place",
+    "massive": "norm of the first token's hidden state over the others', mean over sequences; the "
+    "largest at any place",
 }
 # without --all
 SHOWN = "sink", "share", "row_mass", "sparsity", "value_norm_ratio", "top", "massive"
 
 STREAM = {  # columns of the second table
     "norm": "mean norm of the hidden states that enter the layer: the first, and the others",
-    "massive": "ratio of the first to the second, mean over sequences",
-    "largest": "norm of the token with the largest norm, over the others'",
+    "massive": "the first over the second in each sequence, then the mean over sequences",
+    "ln_1": "the same of what the layer's first norm reads",
+    "ln_2": "the same of what its second norm reads",
+    "largest": "norm of the token with the largest norm over the others', mean over sequences",
     "at": "position of that token, counted from 0: the most frequent one, and how frequent it is",
     "channels": "the largest channels of that token, and their values",
     "channel_ratio": "the largest of these values over the median magnitude of all hidden states",
-    "var": "variance over the channels of a hidden state: the first token's over the others'",
+    "var": "mean variance over the channels of a hidden state: the first token's over the others'",
     "var_in": "the same of the input to queries, keys and values (with pre-norm, after the norm)",
-    "query": "norm of the first token's query over the others', after rotation and norms",
+    "query": "mean norm of the first token's query over the others', after rotation and norms",
     "key": "the same for the keys",
     "cos_qk": "mean cosine of the later queries with the first key, as they enter the score",
     "cos_kk": "mean cosine of the later keys with the first key",
@@ -76,6 +81,7 @@ class ProbeFlags(Windows):
     lengths: str = knob(
         "", "several lengths, such as 64,256,1024: print one line of means for each"
     )
+    text: str = knob("", "read this sentence in place of the windows; --layer lists its tokens")
     input: str = knob(
         "data",
         "what the model reads. repeat: each window's first token; random: random ids; bos: the "
@@ -100,6 +106,8 @@ class ProbeFlags(Windows):
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.lengths or "0", "lengths")  # raises ValueError
+        if self.text and self.lengths:
+            raise ValueError("--text is one sentence: leave out --lengths")
         if self.k > Probe.ROWS:
             raise ValueError(
                 f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it"
@@ -112,15 +120,23 @@ class ProbeFlags(Windows):
 def command(args, run):
     """Measure where the attention goes, by layer or head, and what the hidden states look like."""
     layers = run.model.config.n_layer
-    flag = "lengths" if args.lengths else "length"
-    lengths = whole_numbers(args.lengths or str(args.length), flag)
-    lengths = sorted({run.window(T, flag) for T in lengths})
+    change, ids = change_of(args.input, run), None
+    flag = "lengths" if args.lengths else "text" if args.text else "length"
+    if args.text:
+        ids = change(as_ids(sentence(args.text, run)[0], run.machine))  # (1, T)
+        run.check_positions(ids.shape[1], flag)
+        lengths = [ids.shape[1]]
+    else:
+        lengths = whole_numbers(args.lengths or str(args.length), flag)
+        lengths = sorted({run.window(T, flag) for T in lengths})
     if args.layer >= layers:
         raise ValueError(f"--layer={args.layer}, but the run has layers 0 to {layers - 1}")
     if args.k > lengths[0]:
         raise ValueError(f"--k={args.k}, but a window has {lengths[0]} tokens: lower it")
     if lengths[0] < 2:
-        raise ValueError(f"--{flag}={lengths[0]}, but a window needs 2 tokens: give a larger one")
+        raise ValueError(
+            f"--{flag} has {lengths[0]} token, but a window needs 2: give a longer one"
+        )
     by_length = []
     for T in reversed(lengths):  # the longest first: it may not fit into memory
         count = args.windows
@@ -128,20 +144,24 @@ def command(args, run):
             count = max(1, min(100, 25_600 // T))
         found = probe(
             run.model,
-            run.split(args.split),
+            None if args.text else run.split(args.split),
             run.machine,
             count,
             args.batch_size,
             T,
             bar=True,
-            change=change_of(args.input, run),
+            change=change,
             k=args.k,
             eps=args.eps,
+            ids=ids,
         )
         by_length.insert(0, found)
     longest = by_length[-1]  # all numbers except "lengths" are those of the longest
     numbers = run.reads(args.split, longest["windows"], lengths[-1]) | longest
     numbers |= {"input": args.input, "k": args.k, "eps": args.eps, "lines": args.lines}
+    if args.text:
+        numbers |= {"dataset": "the sentence", "split": "--text"}
+        numbers["tokens"] = labels_of(ids[0].tolist(), "", run.tokenizer)
     if args.lengths:
         numbers["lengths"] = []
         for found in by_length:
@@ -187,6 +207,7 @@ def probe(
     k=1,
     eps=0.3,
     local=0,
+    ids=None,
 ):
     """The MEASURES of every layer and head on `count` fixed windows, 0 for as many as fit:
     {"windows": their number, "length": tokens in each, "mean": {measure: value}, "layers":
@@ -194,11 +215,11 @@ def probe(
     is None if it is undefined.
 
     length: tokens of a window, 0 for block_size. bar: show the progress. change: a function of each
-    batch of windows. k, eps, local: those of Probe."""
+    batch of windows. k, eps, local: those of Probe. ids (1, T): tokens in place of the windows."""
     T = length or model.config.block_size
     windows = 0
     probes = [Probe(k, eps, local) for _ in model.transformer.h]
-    streams = [Stream() for _ in range(len(probes) + 1)]
+    streams = [Stream(*() if ids is None else ids.shape[1:]) for _ in range(len(probes) + 1)]
 
     def see(layer, module, q, k, v, x, table):
         probes[layer].see(module, q, k, v, x, table)
@@ -206,10 +227,18 @@ def probe(
             probes[layer].see_views(module, q, k, table)
         streams[layer].see(module, q, k, v, x)
 
-    batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
-    with watching(model, lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens)):
-        for rows, starts in batches:
-            watch(model, see, change(rows[:, :-1]), machine, starts)  # (B, T)
+    if ids is None:
+        batches = window_batches(model, split, machine, T, count, batch_size, bar, packed=True)
+        batches = ((change(rows[:, :-1]), starts) for rows, _, starts in batches)
+    else:
+        batches = [(ids, None)]
+    with watching(
+        model,
+        lambda layer, h: streams[layer].see_hidden(h, model.sink_tokens),
+        lambda layer, name, h: streams[layer].see_first(name, h, model.sink_tokens),
+    ):
+        for rows, starts in batches:  # (B, T)
+            watch(model, see, rows, machine, starts)
             windows += len(rows)
     mean = {name: None if math.isnan(value) else value for name, value in mean_of(probes).items()}
     return {
@@ -248,7 +277,7 @@ def tables(args, found):
     columns = {name: STREAM[name] for name in STREAM if args.all or name in STREAM_SHOWN}
     yield explained(rows, columns, "layer")
     if args.layer >= 0:
-        yield by_position(found["stream"][args.layer], args.layer)
+        yield by_position(found["stream"][args.layer], args.layer, found.get("tokens", []))
     if "lab" in found:
         text = legend(IN_THE_LAB, found["lab"])
         yield f"the sink lab, 256 sequences of the held-out data\n{text}"
@@ -274,8 +303,7 @@ def stream_row(place):
         ratio[name] = first / others if others else None
     return {
         "norm": " / ".join(map(number, place["hidden_norm"])),
-        "massive": place["massive"],
-        "largest": place["largest"],
+        **{name: place.get(name) for name in ("massive", "ln_1", "ln_2", "largest")},
         "at": f"{place['at']} ({place['at_share']:.2f})",
         "channels": " ".join(f"{channel}:{value:.4g}" for channel, value, _ in place["channels"]),
         "channel_ratio": place["channels"][0][2],
@@ -289,12 +317,15 @@ def stream_row(place):
     }
 
 
-def by_position(place, layer):
+def by_position(place, layer, labels):
     """Norms and variances by position in one layer, as Lazy Attention prints them (2601.00919,
-    tables 4 to 7). The last row is the mean over all positions but the first."""
+    tables 4 to 7). The last row is the mean over all positions but the first. labels: the tokens of
+    a sentence, [] for windows."""
     columns = [[*values, place[name][1]] for name, values in place["positions"].items()]
     rows = [[str(i), *map(number, row)] for i, row in enumerate(zip(*columns, strict=True))]
     rows[-1][0] = "rest"
+    for row, label in zip(rows, labels, strict=False):
+        row[0] += f" {label}"
     text = table(rows, ["position", *place["positions"]])
     return f"layer {layer} by position, means over sequences and heads\n{text}"
 

@@ -2,13 +2,15 @@
 2604.03260).
 
     python eval.py routers --out_dir=A_FOCUS_RUN [--k=1,2,3,4] [--lengths=512,1024,2048]
-        The forms of a Focus run, all with the same weights: full attention; near pairs alone; soft
-        gates, as in training; and hard groups, where distant tokens must share one of their k
-        largest groups (table 7, section 3.5)
+    [--rivals=window,performer,routing]
+        The forms of a Focus run, all with the same weights: full attention; other recipes, such as
+        near pairs alone; soft gates, as in training; and hard groups, where distant tokens must
+        share one of their k largest groups (tables 1 and 7, section 3.5, figure 1)
     python eval.py routers --out_dir=A_BASE --sweep=groups (or window, temperature, iterations,
-    route_dim, all)
+    route_dim, all) [--finetune=200]
         Routers trained on a run of plain attention, one knob at a time (table 9, and section 2's
         table of d_g). Each is a run in the folder OUT_DIR-focus-KNOB-VALUE, which is trained once.
+        With --finetune, all weights are trained after that, in the folder ...-all.
 
 With --balance=sinkhorn, as in the paper, the groups depend on later tokens: perplexities are not of
 a causal model.
@@ -23,11 +25,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import attention
 import mixers
 from common.flags import Knobs, knob
 from common.runs import load_weights
 from evals import groups
-from evals.instrument import batches, legend, table, train_if_missing, whole_numbers, window_batches
+from evals.instrument import (
+    batches,
+    legend,
+    recipe_names,
+    table,
+    train_if_missing,
+    whole_numbers,
+    window_batches,
+)
 from evals.loss import figures_of, token_losses
 from evals.pictures import figure_of, frame, line_panel
 from model import GPT
@@ -57,6 +68,11 @@ class Routers(Knobs):
         "numbers of groups that a token belongs to, separated by commas; empty: 1,2,3,4 or fewer",
     )
     lengths: str = knob("", "tokens of a window, separated by commas; empty: block_size")
+    rivals: str = knob(
+        "window",
+        "recipes to compare with, under the run's weights and, where they have one, with its "
+        "window: window,performer,routing",
+    )
     split: str = knob("val", "split of the data set", ("train", "val"))
     windows: int = knob(16, "fixed windows, spread evenly; 0: as many as fit")
     batch_size: int = knob(4, "windows per forward pass", least=1)
@@ -67,12 +83,16 @@ class Routers(Knobs):
         ("", *SWEEPS, "all"),
     )
     steps: int = knob(200, "with --sweep: training steps of each router (the paper: 4000)", least=1)
+    finetune: int = knob(
+        0, "with --sweep: steps that train all weights from each trained router on", least=0
+    )
     train_args: str = knob("", "with --sweep: further flags of train.py, separated by spaces")
 
     def __post_init__(self):
         super().__post_init__()
-        whole_numbers(self.k or "0", "k")  # raises ValueError, as the next line does
+        whole_numbers(self.k or "0", "k")  # raises ValueError, as the next lines do
         whole_numbers(self.lengths or "0", "lengths")
+        recipe_names(self.rivals)
 
 
 def command(args, run):
@@ -91,13 +111,15 @@ def command(args, run):
     rows = {name: [router(args, run, name, value) for value in SWEEPS[name]] for name in names}
     numbers = {"dataset": run.dataset, "split": args.split, "steps": args.steps, "sweep": rows}
     header = "knob value parameters full soft k=2 kept dominance evenness confidence".split()
+    header += ["all: soft", "all: dominance"] if args.finetune else []
     cells = []
     for name in names:
         for row in rows[name]:
             cells.append([name, *row.values()])
+    more = f"; all: after {args.finetune} more steps of all weights" if args.finetune else ""
     return numbers, (
         f"routers after {args.steps} steps on {run.dataset}, --balance=sinkhorn; "
-        f"perplexity on {args.split}\n\n{table(cells, header)}"
+        f"perplexity on {args.split}{more}\n\n{table(cells, header)}"
     )
 
 
@@ -113,12 +135,13 @@ def compared(args, run):
     lengths = sorted({run.window(T, "lengths") for T in lengths})
     run.model = in_form(run.model, topk=0)  # of which groups.look reads the groups
     plain = {axis: mixers.DEFAULTS[axis] for axis in ("mixer", "balance", "affinity", "topk")}
-    plain |= {"attn": "softmax", "attn_args": ""}
-    forms = {
-        "full": in_form(run.model, window=0, **plain),  # over all pairs
-        "window": in_form(run.model, window=window, **plain),  # over near ones
-        "soft": run.model,
-    }
+    full = in_form(run.model, window=0, attn="softmax", attn_args="", **plain)  # over all pairs
+    forms = {"full": full}
+    for name in recipe_names(args.rivals):
+        axes = {axis: value for axis, value in attention.recipe(name).items() if axis != "args"}
+        axes |= {"window": window} if "window" in axes else {}
+        forms[name] = in_form(full, attn=name, **axes)
+    forms["soft"] = run.model
     for k in ks:
         forms[f"k={k}"] = in_form(run.model, topk=k)
     return {
@@ -126,16 +149,21 @@ def compared(args, run):
         "split": args.split,
         "groups": K,
         "window": window,
+        "rivals": args.rivals,
         "training_length": run.meta["knobs"]["block_size"],
         "lengths": [at_length(args, run, forms, T) for T in lengths],
     }
 
 
 def in_form(model, **changes):
-    """A model with the same weights, in which these fields of the config are changed."""
-    with torch.device("meta"):
-        other = GPT(dataclasses.replace(model.config, **changes))
-    load_weights(other, model.state_dict(), "the run", copy=False)
+    """A model with the same weights, in which these fields of the config are changed. What they add
+    to attention has its initial values."""
+    config = dataclasses.replace(model.config, **changes)
+    with torch.device("meta"):  # shapes are enough if nothing is added
+        other = GPT(config)
+    if new := other.additions_to(model.config):
+        other = GPT(config).to(model.lm_head.weight.device)
+    load_weights(other, model.state_dict(), "the run", new, copy=False)
     return other.eval()
 
 
@@ -164,9 +192,9 @@ def at_length(args, run, forms, T):
 
 
 def router(args, run, name, value):
-    """Train one router on the run if it is missing: the run's own weights stay frozen. Returns its
-    size, its perplexities in the soft form and with two groups a token, and how even its groups
-    are."""
+    """Train one router on the run if it is missing: the run's own weights stay frozen. With
+    --finetune, then train all weights. Returns the router's size, its perplexities in the soft form
+    and with two groups a token, and how even its groups are."""
     constants = DEFAULTS | {name: value}
     config = run.model.config
     # all sweeps share the run with the default values
@@ -180,23 +208,36 @@ def router(args, run, name, value):
     flags += [
         f"--attn_args={','.join(f'{name}={value}' for name, value in constants.items())}",
         f"--init_from={run.out_dir}",
+    ]
+    row = {"value": value} | trained(args, run, folder, args.steps, flags)
+    if args.finetune:
+        whole = folder.with_name(f"{folder.name}-all")
+        tuned = trained(args, run, whole, args.finetune, [f"--init_from={folder}"])
+        row |= {f"tuned_{name}": tuned[name] for name in ("soft", "dominance")}
+    return row
+
+
+def trained(args, run, folder, steps, flags):
+    """The figures of a Focus run in this folder, which is trained first if it is missing. run: the
+    base of the sweep."""
+    flags = [
+        *flags,
         f"--dataset={run.dataset}",
-        f"--max_iters={args.steps}",
-        f"--eval_interval={args.steps}",
+        f"--max_iters={steps}",
+        f"--eval_interval={steps}",
         f"--device={run.machine.device}",
         f"--out_dir={folder}",
         *args.train_args.split(),
     ]
     train_if_missing(folder, flags)
-    trained = run.beside(folder)
-    layer = trained.model.transformer.h[0].attn
+    focus = run.beside(folder)
+    layer = focus.model.transformer.h[0].attn
     k = min(2, layer.groups)
     args = dataclasses.replace(args, k=str(k), lengths="", repeats=1)
-    (found,) = compared(args, trained)["lengths"]
+    (found,) = compared(args, focus)["lengths"]
     forms, mean = found["forms"], found["mean"]
-    size = config.n_layer * (layer.router.weight.numel() + layer.centroids.numel())
+    size = len(focus.model.transformer.h) * (layer.router.weight.numel() + layer.centroids.numel())
     return {
-        "value": value,
         "parameters": size,
         "full": forms["full"]["perplexity"],
         "soft": forms["soft"]["perplexity"],
@@ -218,7 +259,7 @@ def in_words(numbers):
     near, K = numbers["window"], numbers["groups"]
     meanings = {
         "full": "softmax attention of the same weights, all pairs",
-        "window": f"the same, only pairs less than {near} apart",
+        numbers["rivals"]: f"the same weights under these recipes; a window has {near} keys",
         "soft": "gates from 0 to 1, as in training",
         "k=k": f"a distant pair is open if it shares one of the k largest of {K} groups",
         "more": "loss over full attention's, on the same windows; +-: standard error over windows",
@@ -250,7 +291,9 @@ def draw(path, found):
                 for form, point in points.items():
                     ax.annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
         frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
-        ax.legend(frameon=False, fontsize=8)
+        ax.set_yscale("log")
+        ax.invert_yaxis()  # as in figure 1 of the paper, the best corner is at the upper right
+        ax.legend(fontsize=8)
 
 
 def draw_sweep(path, sweeps):

@@ -104,7 +104,7 @@ class Speed(Common, Picture):
             if getattr(self, name):
                 whole_numbers(getattr(self, name), name, least=1)  # raises ValueError
         if self.png and mode_of(self):
-            raise ValueError(f"--png draws training steps: leave out it or --{mode_of(self)}")
+            raise ValueError(f"--png draws training steps: leave out --{mode_of(self)}, or --png")
 
 
 def command(args, run):

@@ -15,6 +15,7 @@ Sources:
 """
 
 import contextlib
+from itertools import product
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,8 @@ class Stream:
     """Sums over sequences for one layer: hidden states, queries, keys, values. After the last,
     hidden states alone."""
 
-    def __init__(self):
+    def __init__(self, listed=FIRST):
+        self.listed = listed  # number of first positions in the result
         self.sums = {}  # {name: sum, in float64}
         self.places = []  # of each sequence: the position of the token with the largest norm
 
@@ -50,12 +52,18 @@ class Stream:
         self.places += (place - sink_tokens).tolist()
         self.add_vectors("hidden", tokens[:, None])
         self.add("sequences", torch.ones(len(h)))
-        self.add("massive", norm[:, sink_tokens] / norm[:, sink_tokens + 1 :].mean(1))
+        self.see_first("massive", h, sink_tokens)
         self.add("largest", largest / others)
         self.add("carrier", h[torch.arange(len(h), device=h.device), place])  # (B, C)
         self.add("median", h.abs().flatten(1).median(1)[0])
         distance = (tokens - tokens[:, :1]).norm(dim=-1)
         self.add("spread", distance.amax(1) / norm[:, sink_tokens:].mean(1))
+
+    def see_first(self, name, h, sink_tokens):
+        """Add the norm of the first token of h (B, sink_tokens + T, C) over the mean of the
+        others."""
+        norm = h.float().norm(dim=-1)[:, sink_tokens:]  # (B, T)
+        self.add(name, norm[:, 0] / norm[:, 1:].mean(1))
 
     def see(self, module, q, k, v, x, table=None):
         """Add a layer's inputs, as `watch` passes them."""
@@ -69,7 +77,7 @@ class Stream:
 
     def result(self):
         """Means over the sequences, as plain numbers. STREAM in evals/probe.py has the meanings of
-        massive, largest, spread, cos_qk and cos_kk. The other keys:
+        massive, ln_1, ln_2, largest, spread, cos_qk and cos_kk. The other keys:
 
         at, at_share    the most frequent position of the token with the largest norm, and its share
                         of the sequences
@@ -77,12 +85,12 @@ class Stream:
                         median magnitude]]
         *_norm, *_var   of hidden, input, query, key and value: [the first token's, mean of the
                         others]; after the last layer of hidden alone
-        positions       the same two by position, for the first 16: {"hidden_norm": [...], ...}
+        positions       the same two by position, for the first ones: {"hidden_norm": [...], ...}
         """
         mean = {name: total / self.sums["sequences"] for name, total in self.sums.items()}
         at = max(sorted(set(self.places)), key=self.places.count)
         found = {"at": at, "at_share": self.places.count(at) / len(self.places)}
-        for name in ("massive", "largest", "spread", "cos_qk", "cos_kk", "median"):
+        for name in ("massive", "ln_1", "ln_2", "largest", "spread", "cos_qk", "cos_kk", "median"):
             if name in mean:
                 found[name] = plain(mean[name])
         carrier = mean["carrier"]
@@ -94,7 +102,7 @@ class Stream:
         for name in mean:
             if name.endswith(("_norm", "_var")):
                 found[name] = [plain(mean[name][0]), plain(mean[name][1:].mean())]
-                found["positions"][name] = [plain(value) for value in mean[name][:FIRST]]
+                found["positions"][name] = [plain(value) for value in mean[name][: self.listed]]
         return found
 
 
@@ -114,15 +122,22 @@ def entering_the_score(module, q, k):
 
 
 @contextlib.contextmanager
-def watching(model, see):
+def watching(model, see, see_norm=lambda l, name, h: None):
     """Inside this context, see(l, h) gets the stream h (B, sink_tokens + T, C) that enters layer l
-    or leaves the last one."""
+    or leaves the last one. see_norm(l, name, h) gets what the layer's norm ln_1 or ln_2 reads."""
     # the embeddings, then the output of each block
     places = [model.transformer.drop, *model.transformer.h]
     hooks = [
         place.register_forward_hook(lambda module, inputs, h, l=l: see(l, h))
         for l, place in enumerate(places)
     ]
+    for (l, block), name in product(enumerate(model.transformer.h), ("ln_1", "ln_2")):
+        norm = block.get_submodule(name)
+        hooks.append(
+            norm.register_forward_pre_hook(
+                lambda module, inputs, l=l, name=name: see_norm(l, name, inputs[0])
+            )
+        )
     try:
         yield
     finally:

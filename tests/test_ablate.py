@@ -11,7 +11,8 @@ from layers import in_every_layer, token_ids
 
 from common.machine import Machine
 from evals import ablate
-from evals.ablate import key_hidden, output_zeroed, picked, unchanged, value_zeroed
+from evals.ablate import every_head, key_hidden, output_zeroed, picked, unchanged, value_zeroed
+from evals.instrument import instead
 from model import GPT
 
 MACHINE = Machine("cpu", "float32")
@@ -66,6 +67,15 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_and_for_later_rows_alone(
     close(to_later[:, :, own], before[:, :, own], terms=16)
     same(to_later[:, :, own + 1 :], to_all[:, :, own + 1 :])
     assert not torch.equal(to_later, to_all)
+
+
+def test_a_value_is_zero_in_the_cache_as_in_a_whole_pass():
+    gpt, idx = lively(attn="softmax"), token_ids(2, 9)
+    with instead(gpt, value_zeroed(every_head(gpt), to_itself=False)), torch.no_grad():
+        cache, whole = gpt.new_cache(), gpt(idx)[0]
+        steps = [gpt(part, cache=cache)[0] for part in idx.split([4, 1, 1, 3], 1)[:3]]
+    close(torch.cat(steps, 1), whole[:, :6], terms=64)
+    assert not torch.allclose(whole, gpt(idx)[0])
 
 
 @pytest.mark.parametrize("attn", ["gated", "rela", "v_bias"])

@@ -52,27 +52,44 @@ def lora(base):
 
 
 @pytest.mark.parametrize(
-    "choices", [{"bias": True, "n_kv_head": 1, "attn": "elastic"}, {"attn": "gated_deltanet"}]
+    "lora_on, changed, choices",
+    [
+        ("both", 2, {"bias": True, "n_kv_head": 1, "attn": "elastic"}),
+        ("qv", 1, {"n_kv_head": 1, "n_head": 4}),
+        ("all", 4, {"attn": "gated_deltanet"}),
+        ("all", 5, {"mlp": "swiglu"}),
+    ],
 )
 @torch.no_grad()
-def test_lora_adds_nothing_at_first_and_then_b_a(choices):
-    """A is initialised like other weights, B is 0. The seed and the layer decide A."""
+def test_lora_adds_nothing_at_first_and_then_b_a(lora_on, changed, choices):
+    """A is initialised like other weights, B is 0. The seed and the layer decide A. Where it is on
+    queries and values alone, keys stay as they were, and Hu et al. count its parameters."""
     config = tiny_config(n_layer=2, **choices)
     plain, one, other = (GPT(config, bounds.SEED).eval() for _ in range(3))
     knobs = {"init_from": "run", "train_only": "lora", "lora_rank": 16, "seed": bounds.SEED}
+    knobs["lora_on"] = lora_on
     for model in (one, other):
         train_only(model, train_script.Train(**knobs))
     idx = torch.arange(16)[None]
     same(one(idx)[0], plain(idx)[0])
-    first, a = (block.attn.c_proj.lora_a for block in one.transformer.h)
-    same(a, other.transformer.h[1].attn.c_proj.lora_a)
+    first, a = (block.attn.c_attn.lora_a for block in one.transformer.h)
+    same(a, other.transformer.h[1].attn.c_attn.lora_a)
     assert not torch.equal(a, first)
     below((a.std() / 0.02 - 1).abs(), 8 / math.sqrt(2 * a.numel()))  # eight standard errors
     for n, (name, p) in enumerate(one.named_parameters()):
         if ".lora_" in name:
             p.data = 0.1 * normal(*p.shape, stream=n, dtype=torch.float32)
+    before = plain.transformer.h[0].state_dict()
+    before = {name: value.clone() for name, value in before.items()}
     plain.load_state_dict(merged(one.state_dict(), "here"))
     close(one(idx)[0], plain(idx)[0])
+    after = plain.transformer.h[0].state_dict()
+    assert changed == sum(not torch.equal(after[name], before[name]) for name in before)
+    if lora_on == "qv":
+        q, k, v = (heads * width for heads, width in plain.transformer.h[0].attn.shapes.values())
+        was, now = (part["attn.c_attn.weight"].split([q, k, v]) for part in (before, after))
+        assert [torch.equal(*pair) for pair in zip(was, now, strict=True)] == [False, True, False]
+        assert num_trained(one) == 2 * 16 * (config.n_embd + q + config.n_embd + v)
 
     # only these matrices are trained, with weight decay
     (decay,) = one.configure_optimizers(0.1, 1e-3, (0.9, 0.95)).param_groups
@@ -82,7 +99,11 @@ def test_lora_adds_nothing_at_first_and_then_b_a(choices):
     assert frozen(one) == {name for name in names if ".lora_" not in name}
 
 
-@pytest.mark.parametrize("saved, flags", [(False, LORA), (True, FOCUS)], ids=["lora", "focus"])
+@pytest.mark.parametrize(
+    "saved, flags",
+    [(False, LORA), (True, FOCUS), (True, (*LORA, "--lora_on=qv"))],
+    ids=["lora", "focus", "qv"],
+)
 def test_an_adapter_stores_what_was_trained_and_resumes_as_if_uninterrupted(
     saved, flags, base, tmp_path, monkeypatch
 ):

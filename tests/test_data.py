@@ -5,17 +5,23 @@ missing."""
 
 import contextlib
 import gzip
+import itertools
 import json
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, byte_pairs, contents, data_script, write_tokenizer
+import torch
+from bounds import close
+from conftest import ROOT, byte_pairs, contents, data_script, tiny_config, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.machine import Machine
 from data import tokens
+from evals.loss import mean_loss, window_losses
+from model import GPT
 
 PUBLIC = Path(os.environ.get("NANO_DATA", ROOT.parent / "shared" / "data"))
 DOCUMENTS = [f"Document {i}: " + f"word{i % 7} é " * (i * 37 % 90) for i in range(300)]
@@ -124,6 +130,32 @@ def test_every_readable_file_of_a_folder_becomes_documents(tmp_path):
     with pytest.raises(SystemExit):
         data_script("text", *flags, tmp_path / "missing")
     assert contents(out) == before  # a failed command changes nothing
+
+
+@torch.no_grad()
+def test_only_responses_are_targets_of_the_loss(tmp_path):
+    """And the separator after them. A row without a response is left out."""
+    pairs = [(f"Why {i}? é", f" So {i * 'x'}.") for i in range(1, 20)]
+    rows = [json.dumps({"q": q, "a": a}) + "\n" for q, a in (*pairs, ("Why?", ""))]
+    source, out = write(tmp_path / "rows.jsonl", "".join(rows)), tmp_path / "out"
+    flags = ("--source", source, "--tokenizer=bytes", "--out_dir", out)
+    data_script("text", *flags, "--prompt=q", "--response=a")
+    train, val = (tokens.Tokens(out, split, docs=True) for split in ("train", "val"))
+    ids, targets = train.windows([0], len(train), 257)[:, 0]
+    texts = [f"{q}{a}" for q, a in pairs]
+    for begin, end in itertools.pairwise([*train.documents, len(train)]):
+        q, a = pairs[texts.index(bytes(ids[begin + 1 : end].tolist()).decode())]
+        wanted = [256, *[-1] * len(q.encode()), *a.encode()]
+        assert targets[begin:end].tolist() == wanted
+    gpt, machine = GPT(tiny_config(vocab_size=257)).eval(), Machine("cpu", "float32")
+    losses = window_losses(gpt, val, machine, 0, 2, 16)
+    ids, targets = torch.from_numpy(val.windows(tokens.fixed_windows(val, 16, 0), 17, 257))
+    starts = torch.from_numpy(val.first_keys(tokens.fixed_windows(val, 16, 0), 16))
+    nats = -gpt(ids[:, :-1], starts=starts)[0].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    expected = nats[targets[:, 1:] >= 0].mean()
+    close(torch.tensor(losses.mean()), expected, terms=64)
+    close(torch.tensor(mean_loss(gpt, val, machine, 0, 2)), expected, terms=64)
+    assert gpt(ids[:, :-1], torch.full_like(ids[:, 1:], -1))[1] == 0
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from evals.instrument import (
     runs_named,
     train_if_missing,
 )
-from model import GPT
+from model import GPT, GPTConfig
 
 
 def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data, evaluate, capsys):
@@ -63,7 +63,10 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
 )
 def test_an_override_reaches_the_recipes_that_have_its_axis_or_constant_or_else_all(recipes, name):
     found = overrides_of(recipes, {"attn": ",".join(recipes), name: 3, "attn_args": "tau_init=0"})
-    with_axis = [attn for attn in recipes if name in ATTENTIONS[attn]] or recipes
+    with_axis = [attn for attn in recipes if name in ATTENTIONS[attn]]
+    mixer_of = {attn: mixers.MIXERS[GPTConfig(attn=attn).mixer] for attn in recipes}
+    accept = [attn for attn, of in mixer_of.items() if name in {*of.axes, *of.numbers}]
+    with_axis = with_axis or accept or recipes
     with_constant = [attn for attn in recipes if ATTENTIONS[attn]["rule"] == "elastic"] or recipes
     assert found == {
         attn: {"attn": attn}

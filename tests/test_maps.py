@@ -70,6 +70,25 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
         maps.draw(tmp_path / "x.png", {"run": found})
 
 
+@pytest.mark.parametrize("attn", ["softmax", "sink_token", "diff2"])
+def test_products_and_cosines_are_those_of_the_first_view(attn):
+    gpt = GPT(tiny_config(attn=attn, n_layer=2, n_head=2, vocab_size=257)).eval()
+    run = SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), tokenizer=coders.Bytes())
+
+    def look(module, q, k, *_):
+        views = module.score_heads // module.heads
+        return q[0, views], k.repeat_interleave(module.score_heads // k.shape[1], 1)[0, views]
+
+    _, (q, k) = in_every_layer(look, gpt, torch.tensor([list(b"fox jumps")]))
+    of_both = q.norm(dim=-1)[:, None] * k.norm(dim=-1)
+    cosines = torch.cosine_similarity(k[:, None], k[None], dim=-1)
+    products = {"qk": q @ k.mT, "cos_qk": q @ k.mT / of_both, "cos_kk": cosines}
+    for of, expected in products.items():
+        found, _ = maps.command(Maps(text="fox jumps", layers="1", heads="1", of=of), run)
+        assert [m["kind"] for m in found["maps"]] == [of]
+        close(torch.tensor(found["maps"][0]["weights"]), expected.tril(), terms=16)
+
+
 SENTENCE = "</script> brown"  # it cannot end the page's data
 
 

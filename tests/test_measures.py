@@ -69,6 +69,7 @@ def defined(w, seen, extra=None, counted=None, k=1, eps=0.3, local=4):
     roles = {
         "alpha_sink": (w[..., 0] if extra is None else outside).mean(),
         "sigma2": spread.mean(),
+        "sigma2_printed": (((w - 1 / n[:, None]).square() * seen).sum(-1) / n).mean(),
         "importance": (a[..., 1:] if extra is None else a).sum(-1).mean(),
     }
     return found, roles | ({"alpha_local": near[:, local - 1 :].mean()} if T >= local else {})

@@ -1,6 +1,7 @@
 """docs/papers.md: each command runs, in the page's order, on models of two training steps, and
 evals/everything.sh runs the same commands."""
 
+import json
 import os
 import re
 import runpy
@@ -22,20 +23,20 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.count(" | ") == 6 and line[2:7] != "where"
 ]
-COMMANDS = list(dict.fromkeys(commands_of(PAGE)))
+COMMANDS = [command for command in dict.fromkeys(commands_of(PAGE)) if "FOLDER" not in command]
 
 # flags that make a command small
 STEPS = "--max_iters=2 --eval_interval=2 --eval_iters=1 --warmup_iters=1 --batch_size=2"
-WINDOWS = "--windows=2 --batch_size=2 --length=32"
+WINDOWS = "--windows=2 --batch_size=2 --length=40"
 SMALL = {
     "train.py": STEPS,
     "lab": "--seeds=2",
     "board": "--seeds=",
     "speed": "--repeats=1 --lengths=64 --memory=64 --tokens=64",
     "passkey": "--trials=1 --lengths=400",
-    "bench": "--limit=2",
+    "bench": "--limit=2 --include_path=tasks --tasks=answers_test",
     "lengths": "--windows=2 --batch_size=2 --lengths=32,64",
-    "routers": "--windows=2 --batch_size=2 --lengths=32",
+    "routers": "--windows=2 --batch_size=2 --lengths=32 --steps=2 --finetune=2",
 } | dict.fromkeys(("loss", "probe", "heads", "params", "groups"), WINDOWS)
 
 
@@ -65,6 +66,16 @@ def place(tmp_path, data, backcopy, monkeypatch):
     for name in ("moby-dick", "middlemarch"):
         with files.replacing(f"books/{name}.txt", "w") as f:
             f.write(TEXT * 200)
+    task = (ROOT / "docs/instruments.md").read_text(encoding="utf-8")
+    task = re.search(r"```yaml\n(.*?)```", task, re.S)[1].replace("arc_local", "answers_test")
+    row = {"question": TEXT, "choices": ["a fox", "a dog"], "gold": 0}
+    for name, text in {
+        "answers.yaml": re.sub(r"test: \S+?jsonl", "test: tasks/test.jsonl", task),
+        "test.jsonl": 9 * f"{json.dumps(row)}\n",
+        "train.jsonl": 99 * f"{json.dumps({'prompt': TEXT, 'response': ' a fox'})}\n",
+    }.items():
+        with files.replacing(f"tasks/{name}", "w") as f:
+            f.write(text)
     coder = write_tokenizer(tmp_path / "smollm2", tokenizer="smollm2", separator=0)
     coder = tokens.tokenizer(str(coder))
     ids = {split: tokens.encode_all(coder, [TEXT * 99]) for split in ("train", "val")}
@@ -93,7 +104,7 @@ def test_a_row_has_a_command_with_its_minutes_or_says_why_not(row):
         assert differs and not minutes.strip("- ")
     else:
         assert re.fullmatch(r"(`(python|torchrun) [^`]+`(<br>)?)+", command)
-        assert 0 < float(minutes) <= 60 and ours
+        assert ours and (differs.startswith("not run") or 0 < float(minutes) <= 60)
 
 
 def test_the_script_runs_the_commands_of_the_page(tmp_path):

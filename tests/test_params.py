@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from bounds import close
@@ -13,6 +14,7 @@ from common.machine import Machine
 from data import tokens
 from evals import params
 from evals.params import Params, figures
+from evals.pictures import pyplot
 from model import GPT
 
 
@@ -86,7 +88,7 @@ def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_openin
     enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
     split, now = tokens.Tokens(data, "val"), {}
-    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 3), 16, 257))
+    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 3), 16, 257)[0])
     now["gate"] = in_every_layer(
         lambda module, q, k, v, x, table: (
             torch.sigmoid(x.double() @ module.gate.weight.double().T)
@@ -127,3 +129,21 @@ def test_each_layer_of_a_pattern_shows_what_it_has(data):
         name: figure["layers"]
         for name, figure in (found["figures"] | {"b": found["distance_bias"]}).items()
     } == {"written": [0, 3], "tau": [1], "sink_logit": [2], "b": [1]}
+
+
+def test_the_picture_has_a_dot_for_each_head_and_a_panel_for_the_bias_of_each_layer():
+    gpt = GPT(tiny_config(layers="softmax+lazy", vocab_size=257, n_layer=6))
+    enliven(gpt)
+    torch.nn.init.normal_(gpt.transformer.h[3].attn.table)
+    found, _ = params.command(Params(), opened(None, gpt))
+    _, (left, right) = pyplot().subplots(1, 2)
+    tau, bias = found["figures"]["tau"], found["distance_bias"]
+    params.draw_figure(left, "tau", tau)
+    params.draw_bias(right, bias["layers"], np.array(bias["now"]))
+    dots, mean = left.child_axes[0].lines[2:4]  # of the second layer that has the figure
+    assert [label.get_text() for label in left.get_yticklabels()] == ["1", "3", "5"]
+    assert dots.get_xdata().tolist() == tau["now"][1] and mean.get_xdata() == sum(tau["now"][1]) / 2
+    titles = [part.get_title() for part in right.child_axes]
+    assert titles == ["layer 1", "layer 3", "layer 5"]
+    curves = [line.get_ydata() for line in right.child_axes[1].lines[:3]]
+    close(torch.tensor(curves[2]), torch.tensor(np.mean(curves[:2], 0)))

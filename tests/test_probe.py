@@ -5,12 +5,12 @@ from statistics import mean
 import pytest
 import torch
 from bounds import below, close, same
-from conftest import tiny_config
+from conftest import TEXT, tiny_config
 
 from common.machine import Machine
 from data import tokens
 from evals.measures import MEASURES
-from evals.probe import probe
+from evals.probe import by_position, probe
 from model import GPT
 
 MACHINE = Machine("cpu", "float32")
@@ -83,3 +83,13 @@ def test_the_model_reads_the_chosen_input(probed, monkeypatch):
     assert (repeated == data[:, :1]).all() and len(data[:, 0].unique()) > 1
     assert (after[:, 0] == 256).all() and torch.equal(after[:, 1:], data[:, :-1])
     assert torch.equal(random, again) and len(random.unique()) > 60
+
+
+@pytest.mark.parametrize("kind", ["data", "repeat"])
+def test_a_sentence_is_read_like_a_window_and_its_tokens_are_listed(kind, probed):
+    text = (TEXT * 300)[20000:20020]  # the first held-out tokens
+    found = probed(f"--text={text}", f"--input={kind}")
+    same(found["mean"], probed("--length=20", "--windows=1", f"--input={kind}")["mean"])
+    assert found["tokens"] == [*(text if kind == "data" else text[:1] * 20).replace(" ", "␣")]
+    *_, last, rest = by_position(found["stream"][1], 1, found["tokens"]).splitlines()
+    assert last.split()[:2] == ["19", found["tokens"][-1]] and rest.split()[0] == "rest"

@@ -674,7 +674,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         loss => which run. give --out_dir
         theory --seed=-1 => must be at least 0
         probe --out_dir=x --lines=sink+pike => 'pike' is none of sink, .*peak
-        speed --decode --png=x => leave out it or --decode
+        speed --decode --png=x => leave out --decode, or --png
         maps --out_dir=x --text=' ' => --text is empty
         heads --out_dir=x --prune=1,x => '1,x' must be whole
         board --train_args=--n_layer=1 => a folder of their own
@@ -682,6 +682,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         board --rates=2e-3,x => 2e-3,x must be numbers
         board --seeds=1,2 => 1 only chooses
         board --attn=nothing => nothing
+        probe --out_dir={run} --text=fox --lengths=4 => leave out --lengths
     """,
     ("eval.py", INPUT): """
         loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes
@@ -690,6 +691,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         loss --out_dir={symbols_run} --length=65 => 64 tokens
         lengths --out_dir={run} --lengths=24,64 => 24,64.*divide.*64
         probe --out_dir={run} --k=17 => window has 16 tokens
+        probe --out_dir={run} --text=a => needs 2
         passkey --out_dir={run} --lengths=200 => garbage.*at least
         groups --out_dir={focus} --against={short_focus} => 4 groups in each of 1 layers, where .*4
         routers --out_dir={focus} --k=5 => 1 to 4 groups
@@ -774,7 +776,7 @@ AFTER = [  # (a command line, what the error says, events before it)
     ),
     (
         "train.py {new} --gradient_accumulation_steps=2000000000",
-        "tokens of a step need 1,088.0 GB of memory, .*: lower it",
+        "tokens of a step need 2,176.0 GB of memory, .*: lower it",
         small_host,
     ),
     (

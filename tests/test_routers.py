@@ -37,11 +37,13 @@ def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
         "--k=1,4",
         "--windows=3",
         "--repeats=1",
+        "--rivals=window,performer",
         f"--png={tmp_path / 'forms.png'}",
     )
     for part, length in zip(found["lengths"], (16, 32), strict=True):
         forms = part["forms"]
-        assert part["length"] == length and list(forms) == ["full", "window", "soft", "k=1", "k=4"]
+        assert part["length"] == length
+        assert list(forms) == ["full", "window", "performer", "soft", "k=1", "k=4"]
         close(forms["k=4"]["loss"], forms["full"]["loss"], terms=4, dtype=torch.float32)
         assert forms["k=1"]["kept"] < forms["k=4"]["kept"] == 1 == forms["full"]["speed"]
     near = f"--window={found['window']}"
@@ -49,6 +51,7 @@ def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
         ("k=1", f"--out_dir={tmp_path}", "--topk=1"),
         ("full", f"--out_dir={base}"),
         ("window", f"--out_dir={base}", "--attn=window", near),
+        ("performer", f"--out_dir={base}", "--attn=performer"),
     ):
         alone = evaluate("loss", *flags, "--length=32", "--windows=3")
         close(
@@ -65,6 +68,7 @@ def test_a_sweep_trains_missing_routers_on_the_base(
         f"--out_dir={base}",
         "--sweep=groups",
         "--steps=2",
+        "--finetune=1",
         "--windows=3",
         "--repeats=1",
         "--train_args=--batch_size=2 --eval_iters=1",
@@ -75,6 +79,10 @@ def test_a_sweep_trains_missing_routers_on_the_base(
     same(three["full"], eight["full"])  # the base is not trained
     made = meta(base.with_name("base-focus-groups-3"))
     assert 0 < three["dominance"] <= 1 and made["knobs"]["balance"] == "sinkhorn"
-    # both exist
-    assert evaluate("routers", *flags)["sweep"]["groups"] == found and len(trainings) == 2
+    # all weights are trained from the router on, in another folder
+    tuned = meta(base.with_name("base-focus-groups-3-all"))["knobs"]
+    assert tuned["train_only"] == "all" and tuned["init_from"] != made["knobs"]["init_from"]
+    assert three["tuned_soft"] != three["soft"] and tuned["attn"] == "focus"
+    # all exist
+    assert evaluate("routers", *flags)["sweep"]["groups"] == found and len(trainings) == 4
     assert (tmp_path / "sweep.png").exists()

@@ -124,3 +124,24 @@ def test_hidden_norms_equal_those_of_plain_hooks_in_float64(pos, norm_place):
         for place, x in zip(places, inputs, strict=True):
             close(torch.tensor(place[name]), x.norm(dim=-1).mean(0), terms=16, dtype=torch.float32)
     assert list(found[-1]) == ["hidden_norm", "hidden_var"]
+
+
+@torch.no_grad()
+def test_the_norms_of_a_post_norm_layer_read_the_stream_with_the_branch_added():
+    gpt = GPT(tiny_config(pos="learned", norm_place="post")).eval().double()
+    streams, entering = [Stream() for _ in range(gpt.config.n_layer + 1)], []
+
+    def see(l, h):
+        entering.append(h)
+        streams[l].see_hidden(h, 0)
+
+    with watching(gpt, see, lambda l, name, h: streams[l].see_first(name, h, 0)):
+        gpt(token_ids(3, 16))
+    for stream, block, h in zip(streams, gpt.transformer.h, entering, strict=False):
+        first = h + block.attn(h)
+        h = block.ln_1(first)
+        for name, read in ("ln_1", first), ("ln_2", h + block.mlp(h)):
+            norm = read.norm(dim=-1)
+            ratio = (norm[:, 0] / norm[:, 1:].mean(1)).mean()
+            close(stream.result()[name], ratio, terms=64, size=1.0, dtype=torch.float32)
+    assert "ln_1" not in streams[-1].result()

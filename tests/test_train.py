@@ -225,7 +225,7 @@ def test_a_finished_run_can_be_made_longer_with_its_flags_repeated_and_in_float1
 
 
 def test_a_run_with_two_recipes_resumes_bit_for_bit(tmp_path, data):
-    flags = "--dropout=0.1 --lr_decay_iters=8 --n_layer=2 --layers=sink+gated"
+    flags = "--order=pass --dropout=0.1 --lr_decay_iters=8 --n_layer=2 --layers=sink+gated"
     whole, part = tmp_path / "whole", tmp_path / "part"
     train(whole, flags, data)
     train(part, f"{flags} --max_iters=4", data)
@@ -298,9 +298,10 @@ def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     step=st.integers(1, 99),
     seed=st.integers(0, 99),
     docs=st.booleans(),
+    order=st.sampled_from(["random", "pass"]),
 )
 def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
-    packed, world, batch_size, steps, step, seed, docs
+    packed, world, batch_size, steps, step, seed, docs, order
 ):
     """With docs=1 it also tells where the documents of its own tokens begin."""
     total = batch_size * steps
@@ -309,10 +310,10 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
         with pytest.raises(ValueError, match=words):
             batches(packed, world, 0, batch_size, steps)
         return
-    whole, other = (batches(packed, 1, 0, total, 1, seed=s, docs=docs) for s in (seed, seed + 100))
+    how = {"docs": docs, "order": order}
+    whole, other = (batches(packed, 1, 0, total, 1, seed=s, **how) for s in (seed, seed + 100))
     ranks = [
-        batches(packed, world, rank, batch_size, steps, seed=seed, docs=docs)
-        for rank in range(world)
+        batches(packed, world, rank, batch_size, steps, seed=seed, **how) for rank in range(world)
     ]
     for now in (step, step + 1, step):  # in order, and after a jump
         parts = zip(*(part for rank in ranks for part in rank(now)), strict=True)
@@ -324,6 +325,26 @@ def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
         assert not any(
             torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step))
         )
+
+
+@pytest.mark.parametrize("stride, gap, total", [(1, 16, 5), (20, 20, 5), (1, 16, 40)])
+def test_a_pass_reads_every_window_once_an_epoch_in_a_new_order(stride, gap, total, tmp_path):
+    """Windows run over the border of two shards, a step over the end of an epoch."""
+    ids, rows = np.arange(300) % 257, {}
+    for name, part in ("train_000000.bin", ids[:130]), ("train_000001.bin", ids[130:]):
+        rows[name] = tokens.write_shard(tmp_path / name, [part])
+    about = {"tokenizer": "toy", "vocab_size": 257, "stride": stride, "shards": rows}
+    files.write_json(tmp_path / "meta.json", about)
+    split = batches(tmp_path, batch_size=total, steps=1, order="pass", seed=3)
+    x, y = (
+        torch.cat(part) for part in zip(*(split.read(n + 1)[0] for n in range(30)), strict=True)
+    )
+    whole = torch.from_numpy(ids).unfold(0, 17, gap)
+    epochs = torch.cat([x, y[:, -1:]], 1).split(len(whole))[:-1]
+    assert all(
+        torch.equal(epoch[epoch[:, 0].argsort()], whole[whole[:, 0].argsort()]) for epoch in epochs
+    )
+    assert not torch.equal(epochs[0], epochs[1])
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp_path, monkeypatch):
@@ -341,7 +362,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
     gpt.load_state_dict(weights(tmp_path))
     split, losses = tokens.Tokens(packed, "val", docs=True), []
     windows = tokens.fixed_windows(split, 16, 80)
-    rows = split.windows(windows, 17, 257)
+    rows, _ = split.windows(windows, 17, 257)
     for row in rows:
         ends = [*np.flatnonzero(row[1:16] == 256) + 1, 16]
         # its last target begins the next document
@@ -497,9 +518,10 @@ def test_the_balancing_loss_is_logged_only_where_it_is_trained(tmp_path, data, c
     [
         ("gpt2", 124.48, "all", 524_288),
         ("paper1", 359.84, "all", 524_288),
+        ("paper1-ablation", 359.84, "all", 524_288),
         ("paper1-760m", 756.82, "all", 524_288),
         ("paper2", 162.32, "all", 524_288),
-        ("paper5", 59.00, "blocks", 262_144),
+        ("paper5", 59.00, "blocks", 1_048_576),
         ("paper5-1b", 1130.46, "blocks", 1_048_576),
     ],
 )
