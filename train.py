@@ -748,9 +748,10 @@ def main(argv):
             before = Path(knobs.init_from).parent
         places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
         if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
+            made = (path.parent.name for path in tokens.HERE.glob("*/meta.json"))
             raise ValueError(
                 f"unknown --dataset={knobs.dataset}: choose from "
-                f"{', '.join(tokens.DATA_SETS)}, or name a folder by its path"
+                f"{', '.join(sorted({*tokens.DATA_SETS, *made}))}, or name a folder by its path"
             )
     except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))

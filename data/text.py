@@ -135,6 +135,9 @@ def prepare(args):
         ids = {split: fixed(args, coder.separator, pieces) for split, pieces in ids.items()}
         entries |= {"stride": args.length + 1, "fixed_at": args.fixed_at}
     tokens.write_data_set(args.out_dir, coder, ids, **entries)
+    dataset = args.name if args.out_dir.parent == tokens.HERE else args.out_dir
+    base = f" --init_from=out/{coder.name}" if Path("out", coder.name).exists() else ""
+    print(f"next:  python train.py --dataset={dataset}{base}")
 
 
 if __name__ == "__main__":
