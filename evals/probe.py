@@ -35,7 +35,7 @@ from evals.pictures import (
     whole_ticks,
 )
 from evals.sample import as_ids
-from evals.stream import Stream, watching
+from evals.stream import FIRST, Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
@@ -106,8 +106,8 @@ class ProbeFlags(Windows):
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.lengths or "0", "lengths")  # raises ValueError
-        if self.text and self.lengths:
-            raise ValueError("--text is one sentence: leave out --lengths")
+        if self.text and (self.lengths or self.length or self.windows >= 0):
+            raise ValueError("--text is one sentence: leave out --length, --lengths and --windows")
         if self.k > Probe.ROWS:
             raise ValueError(
                 f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it"
@@ -219,7 +219,8 @@ def probe(
     T = length or model.config.block_size
     windows = 0
     probes = [Probe(k, eps, local) for _ in model.transformer.h]
-    streams = [Stream(*() if ids is None else ids.shape[1:]) for _ in range(len(probes) + 1)]
+    listed = FIRST if ids is None else ids.shape[1]  # first positions that the result lists
+    streams = [Stream(listed) for _ in range(len(probes) + 1)]
 
     def see(layer, module, q, k, v, x, table):
         probes[layer].see(module, q, k, v, x, table)
@@ -351,6 +352,9 @@ def draw_lines(path, found, panels):
     over heads, or with --lengths by length, means over layers and heads."""
     axis = "length" if "lengths" in next(iter(found.values())) else "layer"
     points = {}  # {run: [{column: value} of each point]}
+    short = {place: Path(place).name for place in found}
+    if len({*short.values()}) < len(short):  # runs of the same name, or a run under several recipes
+        short = {place: place for place in found}
     for place, numbers in found.items():
         layers = enumerate(map(over_heads, numbers["layers"]))
         points[place] = numbers.get("lengths") or [line | {"layer": i} for i, line in layers]
@@ -358,7 +362,7 @@ def draw_lines(path, found, panels):
         for ax, panel in zip(axes[0], panels, strict=True):
             curves = {}
             for (place, lines), name in itertools.product(points.items(), panel.split("+")):
-                label = f"{Path(place).name} {name}" if "+" in panel else Path(place).name
+                label = f"{short[place]} {name}" if "+" in panel else short[place]
                 known = [line for line in lines if line[name] is not None]
                 if known:
                     curves[label] = [[line[key] for line in known] for key in (axis, name)]
