@@ -35,7 +35,7 @@ gpu() {
 # first: column 4 of a row has its minutes, column 3 its commands.
 commands() {
     sed -n '/^```sh/,/^```/p' docs/papers.md | sed '/^```/d; s/ *#.*//'
-    grep '^|.*`' docs/papers.md | awk -F'|' '{print $5 "|" $4}' | sort -s -n |
+    grep '^|.*`' docs/papers.md | awk -F'|' '{print ($5 == " - " ? 99 : $5) "|" $4}' | sort -s -n |
         grep -oE '`(python|torchrun) [^`]*`' | tr -d '`'
 }
 

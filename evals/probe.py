@@ -29,6 +29,7 @@ from evals.pictures import (
     SHARES,
     draw_rows,
     figure_of,
+    frame,
     heat_map,
     line_panel,
     powers_of_two,
@@ -360,13 +361,20 @@ def draw_lines(path, found, panels):
         points[place] = numbers.get("lengths") or [line | {"layer": i} for i, line in layers]
     with figure_of(path, [3.8], [4.6] * len(panels)) as axes:
         for ax, panel in zip(axes[0], panels, strict=True):
-            curves = {}
-            for (place, lines), name in itertools.product(points.items(), panel.split("+")):
-                label = f"{short[place]} {name}" if "+" in panel else short[place]
-                known = [line for line in lines if line[name] is not None]
+            names = panel.split("+")
+            for (i, place), (j, name) in itertools.product(enumerate(points), enumerate(names)):
+                known = [line for line in points[place] if line[name] is not None]
                 if known:
-                    curves[label] = [[line[key] for line in known] for key in (axis, name)]
-            line_panel(ax, curves, panel, axis, legend=bool(curves))
+                    label = f"{short[place]} {name}" if len(names) > 1 else short[place]
+                    x, y = ([line[key] for line in known] for key in (axis, name))
+                    style = ("-", "--", ":")[j % 3]  # a colour for each run, a dash for each column
+                    ax.plot(x, y, style, color=f"C{i}", marker="o", markersize=4, label=label)
+            if not ax.lines:
+                raise ValueError(
+                    f"--lines={panel}: no run has a value of it, choose another column"
+                )
+            ax.legend(frameon=False, fontsize=8)
+            frame(ax, panel, axis)
             if axis == "length":
                 powers_of_two(ax.xaxis)
             else:
