@@ -32,6 +32,7 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import common  # noqa: F401                     it must come before torch
@@ -109,8 +110,8 @@ class Train(Knobs):
     )
     lora_on: str = knob(
         "both",
-        "linear layers that get LoRA: attention's two (both) or one of them; queries and values "
-        "(qv), as in table 4 of Focus; or attention's and the MLP's (all)",
+        "linear layers that get LoRA: attention's c_attn and c_proj (both) or one of them; queries "
+        "and values (qv), as in table 4 of Focus; or c_attn, c_proj and the MLP's (all)",
         tuple(PROJECTIONS),
     )
     # how much
@@ -226,6 +227,7 @@ class Batches:
         self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
         self.thread = ThreadPoolExecutor(1)
         self.upcoming = {}  # {the next step: the Future of its batches}
+        self.order_of = lru_cache(1)(self.order_of)  # an order holds 8 bytes a window
         self.waited = 0.0  # seconds that the loop has waited for batches
         # tokens between possible starts. In a pass, windows lie side by side
         self.gap = max(split.stride, config.block_size) if knobs.order == "pass" else split.stride
@@ -250,18 +252,17 @@ class Batches:
 
     def chosen(self, step):
         """The numbers of the windows of a step, on all ranks, (total,)."""
-        n, seed = self.choices, self.knobs.seed
         if self.knobs.order == "random":
-            return np.random.default_rng([seed, step]).integers(0, n, self.total)
-        found = []
-        for i in range((step - 1) * self.total, step * self.total):
-            epoch, place = divmod(i, n)
-            # i -> (a i + b) mod n takes each value once if a and n have no common divisor
-            a, b = np.random.default_rng([seed, epoch]).integers(0, n, 2).tolist()
-            while math.gcd(a, n) > 1:
-                a += 1
-            found.append((a * place + b) % n)
-        return np.array(found)
+            dice = np.random.default_rng([self.knobs.seed, step])
+            return dice.integers(0, self.choices, self.total)
+        numbers = np.arange((step - 1) * self.total, step * self.total)
+        epochs, places = np.divmod(numbers, self.choices)
+        parts = [self.order_of(epoch)[places[epochs == epoch]] for epoch in np.unique(epochs)]
+        return np.concatenate(parts)
+
+    def order_of(self, epoch):
+        """The order of all windows in an epoch, for --order=pass."""
+        return np.random.default_rng([self.knobs.seed, int(epoch)]).permutation(self.choices)
 
     def read(self, step):
         """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the

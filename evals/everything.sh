@@ -22,7 +22,7 @@ run() {                                         # run LIMIT COMMAND...
 }
 
 gpu() {
-    run 4m python -m pytest tests/test_kernels.py tests/test_recurrent_kernels.py
+    run 200 python -m pytest tests/test_kernels.py tests/test_recurrent_kernels.py
     run 2m python eval.py speed --kernels --repeats=10 --out=out/gpu-kernels.json
     run 90 python eval.py speed --attn=softmax,elastic,entmax,tda,sigmoid,gated_deltanet --lengths=1024 \
         --tokens=16384 --n_layer=12 --n_head=12 --n_embd=768 --vocab_size=50304 --memory= --repeats=5
@@ -35,7 +35,7 @@ gpu() {
 # first: column 4 of a row has its minutes, column 3 its commands.
 commands() {
     sed -n '/^```sh/,/^```/p' docs/papers.md | sed '/^```/d; s/ *#.*//'
-    grep '^|.*`' docs/papers.md | awk -F'|' '{print $5 "|" $4}' | sort -s -n |
+    grep '^|.*`' docs/papers.md | awk -F'|' '{print ($5 == " - " ? 99 : $5) "|" $4}' | sort -s -n |
         grep -oE '`(python|torchrun) [^`]*`' | tr -d '`'
 }
 
@@ -45,8 +45,11 @@ papers() {
     done
 }
 
-case ${1:-$(command -v nvidia-smi)} in
-    papers | "") papers ;;
-    *) gpu ;;
+default=papers
+command -v nvidia-smi && default=gpu
+case ${1:-$default} in
+    papers) papers ;;
+    gpu) gpu ;;
+    *) echo "usage: sh evals/everything.sh [papers|gpu]" >&2; exit 2 ;;
 esac
 cat $seconds

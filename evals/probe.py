@@ -29,13 +29,14 @@ from evals.pictures import (
     SHARES,
     draw_rows,
     figure_of,
+    frame,
     heat_map,
     line_panel,
     powers_of_two,
     whole_ticks,
 )
 from evals.sample import as_ids
-from evals.stream import Stream, watching
+from evals.stream import FIRST, Stream, watching
 
 COLUMNS = MEASURES | {  # of the first table; two do not measure a head
     "top": "the largest sink among the heads of the layer, and its head",
@@ -106,8 +107,8 @@ class ProbeFlags(Windows):
     def __post_init__(self):
         super().__post_init__()
         whole_numbers(self.lengths or "0", "lengths")  # raises ValueError
-        if self.text and self.lengths:
-            raise ValueError("--text is one sentence: leave out --lengths")
+        if self.text and (self.lengths or self.length or self.windows >= 0):
+            raise ValueError("--text is one sentence: leave out --length, --lengths and --windows")
         if self.k > Probe.ROWS:
             raise ValueError(
                 f"--k={self.k}, but Sink_k^eps looks at the first {Probe.ROWS} tokens: lower it"
@@ -219,7 +220,8 @@ def probe(
     T = length or model.config.block_size
     windows = 0
     probes = [Probe(k, eps, local) for _ in model.transformer.h]
-    streams = [Stream(*() if ids is None else ids.shape[1:]) for _ in range(len(probes) + 1)]
+    listed = FIRST if ids is None else ids.shape[1]  # first positions that the result lists
+    streams = [Stream(listed) for _ in range(len(probes) + 1)]
 
     def see(layer, module, q, k, v, x, table):
         probes[layer].see(module, q, k, v, x, table)
@@ -351,18 +353,28 @@ def draw_lines(path, found, panels):
     over heads, or with --lengths by length, means over layers and heads."""
     axis = "length" if "lengths" in next(iter(found.values())) else "layer"
     points = {}  # {run: [{column: value} of each point]}
+    short = {place: Path(place).name for place in found}
+    if len({*short.values()}) < len(short):  # runs of the same name, or a run under several recipes
+        short = {place: place for place in found}
     for place, numbers in found.items():
         layers = enumerate(map(over_heads, numbers["layers"]))
         points[place] = numbers.get("lengths") or [line | {"layer": i} for i, line in layers]
     with figure_of(path, [3.8], [4.6] * len(panels)) as axes:
         for ax, panel in zip(axes[0], panels, strict=True):
-            curves = {}
-            for (place, lines), name in itertools.product(points.items(), panel.split("+")):
-                label = f"{Path(place).name} {name}" if "+" in panel else Path(place).name
-                known = [line for line in lines if line[name] is not None]
+            names = panel.split("+")
+            for (i, place), (j, name) in itertools.product(enumerate(points), enumerate(names)):
+                known = [line for line in points[place] if line[name] is not None]
                 if known:
-                    curves[label] = [[line[key] for line in known] for key in (axis, name)]
-            line_panel(ax, curves, panel, axis, legend=bool(curves))
+                    label = f"{short[place]} {name}" if len(names) > 1 else short[place]
+                    x, y = ([line[key] for line in known] for key in (axis, name))
+                    style = ("-", "--", ":")[j % 3]  # a colour for each run, a dash for each column
+                    ax.plot(x, y, style, color=f"C{i}", marker="o", markersize=4, label=label)
+            if not ax.lines:
+                raise ValueError(
+                    f"--lines={panel}: no run has a value of it, choose another column"
+                )
+            ax.legend(frameon=False, fontsize=8)
+            frame(ax, panel, axis)
             if axis == "length":
                 powers_of_two(ax.xaxis)
             else:

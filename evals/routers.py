@@ -288,9 +288,13 @@ def draw(path, found):
                         points[form] = figures["speed"], figures["perplexity"]
                 label = f"{Path(place).name}, T={part['length']}"
                 ax.plot(*zip(*points.values(), strict=True), "o", label=label)
-                for form, point in points.items():
-                    ax.annotate(form, point, (4, 4), textcoords="offset points", fontsize=8)
-        frame(ax, xlabel="speed relative to full attention", ylabel="perplexity")
+                ordered = sorted(zip(points.values(), points, strict=True))
+                for i, (point, form) in enumerate(ordered):
+                    offset = (4, -11) if i % 2 else (4, 4)  # by speed, above and below the dots
+                    ax.annotate(form, point, offset, textcoords="offset points", fontsize=8)
+        ax.margins(x=0.15)
+        title = "the upper right corner is best"
+        frame(ax, title, "speed relative to full attention", "perplexity")
         ax.set_yscale("log")
         ax.invert_yaxis()  # as in figure 1 of the paper, the best corner is at the upper right
         ax.legend(fontsize=8)

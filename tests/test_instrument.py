@@ -9,13 +9,9 @@ import pytest
 import torch
 from bounds import close, same
 from conftest import meta, tiny_config, train_here
-from hypothesis import given
-from hypothesis import strategies as st
 from layers import token_ids
 
 import eval as eval_script
-import mixers
-from attention import ATTENTIONS
 from common import files
 from evals.instrument import (
     each_done,
@@ -25,7 +21,7 @@ from evals.instrument import (
     runs_named,
     train_if_missing,
 )
-from model import GPT, GPTConfig
+from model import GPT
 
 
 def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data, evaluate, capsys):
@@ -57,22 +53,19 @@ def test_axes_may_be_overridden_and_a_recipe_adds_its_parameters(tmp_path, data,
     assert meta(tuned)["ends"] == [7]
 
 
-@given(
-    st.lists(st.sampled_from([*ATTENTIONS]), min_size=1, max_size=4, unique=True),
-    st.sampled_from([*mixers.DEFAULTS, "rope_base"]),
-)
-def test_an_override_reaches_the_recipes_that_have_its_axis_or_constant_or_else_all(recipes, name):
-    found = overrides_of(recipes, {"attn": ",".join(recipes), name: 3, "attn_args": "tau_init=0"})
-    with_axis = [attn for attn in recipes if name in ATTENTIONS[attn]]
-    mixer_of = {attn: mixers.MIXERS[GPTConfig(attn=attn).mixer] for attn in recipes}
-    accept = [attn for attn, of in mixer_of.items() if name in {*of.axes, *of.numbers}]
-    with_axis = with_axis or accept or recipes
-    with_constant = [attn for attn in recipes if ATTENTIONS[attn]["rule"] == "elastic"] or recipes
+def test_an_override_reaches_the_recipes_that_set_it_or_else_accept_it_or_else_all():
+    flags = {"attn": "softmax,window,linear_state,elastic", "window": 8}
+    softmax, window, state, elastic = overrides_of(flags["attn"].split(","), flags).values()
+    assert "window" not in softmax | state | elastic and window["window"] == 8  # window sets it
+    found = overrides_of(["softmax", "linear_state"], flags)
     assert found == {
-        attn: {"attn": attn}
-        | ({name: 3} if attn in with_axis else {})
-        | ({"attn_args": "tau_init=0"} if attn in with_constant else {})
-        for attn in recipes
+        "softmax": {"attn": "softmax", "window": 8},  # attention accepts a window, a state does not
+        "linear_state": {"attn": "linear_state"},
+    }
+    flags = {"attn_args": "tau_init=0", "rope_base": 3}
+    assert overrides_of(["softmax", "elastic"], flags) == {
+        "softmax": {"attn": "softmax", "rope_base": 3},
+        "elastic": {"attn": "elastic", "rope_base": 3, "attn_args": "tau_init=0"},
     }
 
 
