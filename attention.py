@@ -874,6 +874,7 @@ class Attention(Layer):
     mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
 
     axes, numbers = AXES, options.NUMBERS
+    in_blocks = True
 
     def __init__(self, config, layer):
         super().__init__(config, layer)

@@ -91,6 +91,7 @@ class Layer(nn.Module):
     retrofit = False  # can `added` be trained alone, on top of a run (--train_only)?
     causal = True  # no row depends on later positions, in values and in gradients
     cached = True  # can be decoded step by step
+    in_blocks = False  # does it have a block loop (kernels.run_blocks), whatever the choices?
     trains = True  # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0  # does the layer add a penalty to the loss? its value
     convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)

@@ -36,9 +36,15 @@ def value_zeroed(chosen, place=0, to_itself=True):
     heads. The attention weights do not change. to_itself: its own row reads the value 0 as well.
     False changes the KV cache after the token was read, also while decoding."""
 
-    def change(attend, layer, module, q, k, v, x, *more):
+    def change(attend, layer, module, q, k, v, x, *more, **cached):
         if not chosen[layer].any():
-            return attend(q, k, v, x, *more)
+            return attend(q, k, v, x, *more, **cached)
+        if "cache" in cached or may_lack_first(module, q, v):
+            raise ValueError(
+                f"--attn={module.config.attn} does not keep the first value while decoding, so it "
+                "cannot be zeroed: leave out --zero_above, or the tasks that generate text"
+            )
+        cached.pop("index", None)  # it may have the sum of the values: `attend` makes another
         # grouped heads: every head gets its own copy of values and keys
         if v.shape[1] < module.heads:
             k = module.for_score_heads(k, 1)
@@ -47,7 +53,7 @@ def value_zeroed(chosen, place=0, to_itself=True):
         heads = chosen[layer].to(v.device)
         zeroed = v.clone()
         zeroed[:, :, row] = v[:, :, row].masked_fill(heads[:, None], 0.0)
-        o = attend(q, k, zeroed, x, *more)
+        o = attend(q, k, zeroed, x, *more, **cached)
         # its own row is computed without the change; a step of decoding does not have it
         if not to_itself and q.shape[2] == v.shape[2]:
             upto = slice(row + 1 if module.causal else None)
@@ -56,6 +62,12 @@ def value_zeroed(chosen, place=0, to_itself=True):
         return o
 
     return change
+
+
+def may_lack_first(module, q, v):
+    """Is this a step of decoding with a full window? See Layer.recall."""
+    window = module.mask.window
+    return window and not module.mask.first and q.shape[2] < v.shape[2] >= window
 
 
 def output_zeroed(chosen):

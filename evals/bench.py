@@ -16,7 +16,7 @@ import torch
 
 from common import files
 from common.flags import Knobs, knob
-from evals.ablate import value_zeroed
+from evals.ablate import every_head, value_zeroed
 from evals.instrument import instead, table
 from evals.likelihood import answers, generated, text_tokenizer
 from evals.probe import probe
@@ -74,7 +74,8 @@ def command(args, run):
         )
     if not run.machine.main:  # only the first rank gets the scores
         return None, None
-    numbers, rows = {"length": model.length, "bos": args.bos, "questions": {}}, []
+    numbers = {"length": model.length, "bos": args.bos, "zero_above": args.zero_above}
+    numbers["questions"], rows = {}, []
     for task, scores in found["results"].items():
         count = found["n-samples"].get(task, {}).get("effective")  # a group of tasks has none
         numbers["questions"][task] = count
@@ -92,12 +93,21 @@ def command(args, run):
 
 def value_zero(run, threshold):
     """The context in which heads with an alpha_sink above this threshold read the first token's
-    value as 0. The heads are chosen on fixed windows of the run's data, not on the tasks."""
+    value as 0; all heads if it is 0. The heads are chosen on fixed windows of the run's data, not
+    on the tasks. Raises ValueError if the sink is not the first token."""
     if threshold >= 1:
         return contextlib.nullcontext()
-    length = min(run.window(0), 256)
-    layers = probe(run.model, run.split("val"), run.machine, 16, 4, length, local=1)["layers"]
-    chosen = torch.tensor([layer["alpha_sink"] for layer in layers]) > threshold
+    chosen = every_head(run.model)
+    if threshold:
+        if any(b.attn.has_extra_key or b.attn.sink_tokens for b in run.model.transformer.h):
+            raise ValueError(
+                f"--zero_above={threshold} chooses heads by the weight on the first token, but the "
+                f"sink of --attn={run.model.config.attn} is an extra key or a sink token: give "
+                "--zero_above=0 for all heads, or leave it out"
+            )
+        length = min(run.window(0), 256)
+        layers = probe(run.model, run.split("val"), run.machine, 16, 4, length, local=1)["layers"]
+        chosen = torch.tensor([layer["alpha_sink"] for layer in layers]) > threshold
     run.note(f"the first value is 0 in {chosen.sum()} of {chosen.numel()} heads")
     return instead(run.model, value_zeroed(chosen, to_itself=False))
 

@@ -26,7 +26,7 @@ from evals.instrument import table, watch, whole_numbers
 from evals.measures import MEASURES, Probe
 from evals.pictures import figure_of, pyplot
 from evals.sample import as_ids
-from evals.stream import watching
+from evals.stream import score_parts, watching
 from kernels import visible
 
 SENTENCE = (
@@ -106,12 +106,14 @@ def command(args, run):
     layers = range(L) if args.html else numbers_below(args.layers, "layers", L)
     heads = range(H) if args.html else numbers_below(args.heads, "heads", H)
     queries = ["(sink token)"] * modules[0].sink_tokens + labels
-    keys = ["(extra key)"] * any(module.has_extra_key for module in modules) + queries
+    has_extra_key = any(module.has_extra_key for module in modules)
+    # an extra key has a weight, but no product with a query
+    keys = ["(extra key)"] * (has_extra_key and args.of == "weights") + queries
     first = len(keys) - len(labels)  # the column of the first token
     kinds, of_page = maps_of(run, ids, args)
     maps = []
     for layer in layers or sorted({round(i * (L - 1) / 3) for i in range(4)}):
-        sink = kinds[layer]["weights"][:, :, first].abs().mean(1)
+        sink = kinds[layer]["weights"][:, :, -len(labels)].abs().mean(1)
         extremes = dict.fromkeys([sink.argmax().item(), sink.argmin().item()])
         for head in heads or [*extremes][: 1 if args.views else 2]:
             shown = {kind: six_digits(w[head]) for kind, w in kinds[layer].items()}
@@ -184,8 +186,8 @@ COST = "how much the loss of this sentence rises without the head, in nats per t
 
 def maps_of(run, ids, args):
     """The maps of each layer from one pass over a sentence ids (T,), [{kind: (heads, T, keys)}],
-    where keys is T, or more with the columns of the extra key and of sink tokens first; and what
-    else the page shows, {} without --html.
+    where keys is T, or more with the columns of the extra key (of weights only) and of sink tokens
+    first; and what else the page shows, {} without --html.
 
     The kinds are "weights", with --views "view a" and "view b" (the weights are a - lambda b), the
     value of --of, and with --html "hidden": the weights if only the first row sees the first key.
@@ -202,8 +204,6 @@ def maps_of(run, ids, args):
         found = {"weights": module.weights_of(q, k, x, table)}
         if args.views:
             found |= zip(VIEWS, module.views_of(q, k, x, table), strict=False)
-        if args.of != "weights":
-            found[args.of] = products(args.of, module, q, k)
         if args.html:
             without = module.mask._replace(hidden=module.sink_tokens)
             found["hidden"] = module.weights_of(q, k, x, table, without)
@@ -212,6 +212,8 @@ def maps_of(run, ids, args):
             norms = v[0].float().norm(dim=-1)  # (Hv, T)
             value_norms.append(norms.repeat_interleave(module.heads // len(norms), 0).tolist())
         kinds.append({})
+        if args.of != "weights":
+            kinds[layer][args.of] = products(args.of, module, q, k)[0].cpu()
         for kind, w in found.items():
             kinds[layer][kind] = F.pad(w[0].float().cpu(), (columns - w.shape[3], 0))
 
@@ -225,13 +227,15 @@ def maps_of(run, ids, args):
 
 def products(of, module, q, k):
     """The products or cosines (B, heads, T, T) that --of names; 0 after the row."""
-    views = module.score_heads // module.heads
-    q, k = q[:, ::views], module.for_score_heads(k, 1)[:, ::views]
+    q, k = score_parts(module, q, k)
+    if of == "cos_kk":  # its one nonzero part meets both parts of other keys
+        q = k.sum(-2, keepdim=True).expand_as(k)
+    if of != "qk":
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    # each head's first view; heads may also share their query
+    q, k = (x.repeat_interleave(module.heads, 1)[:, :: module.score_heads] for x in (q, k))
     # no matrix product, which autocast would compute in 16 bits
-    row, column = (k if of == "cos_kk" else q).float().unsqueeze(-2), k.float().unsqueeze(-3)
-    if of == "qk":
-        return (row * column).sum(-1).tril()
-    return F.cosine_similarity(row, column, dim=-1).tril()
+    return (q.unsqueeze(3) * k.unsqueeze(2)).sum((-2, -1)).tril()
 
 
 def about(run):
@@ -277,8 +281,8 @@ def probe_of(module, w, hides):
 
 
 def in_words(numbers):
-    """A table with a column for each map: for each query, the key with the most weight, and that
-    weight. The last rows are the mean weights on the first token and on the extra key."""
+    """A table with a column for each map: for each query, the key whose number is farthest from
+    0, and that number. The last rows are the means over the first token and the extra key."""
     queries, keys, first = numbers["queries"], numbers["keys"], numbers["first"]
     w = torch.tensor([found["weights"] for found in numbers["maps"]])  # (maps, T, keys)
     meaning, mean_of_first = OF[numbers["of"]]
@@ -294,7 +298,7 @@ def in_words(numbers):
     titles = ["{layer}.{head} {kind}".format(**found) for found in numbers["maps"]]
     header = ["", *(title.removesuffix(" weights") for title in titles)]
     return (
-        f"for each query (down), the key with the largest {meaning}, and its size; "
+        f"for each query (down), the key whose {meaning} is farthest from 0, and its value; "
         f"columns are layer.head\n{table(rows, header)}"
     )
 

@@ -17,6 +17,7 @@ a causal model.
 """
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -28,7 +29,7 @@ import torch
 import attention
 import mixers
 from common.flags import Knobs, knob
-from common.runs import load_weights
+from common.runs import load_weights, what_is_new
 from evals import groups
 from evals.instrument import (
     batches,
@@ -157,12 +158,13 @@ def compared(args, run):
 
 def in_form(model, **changes):
     """A model with the same weights, in which these fields of the config are changed. What they add
-    to attention has its initial values."""
+    to attention has its initial values, and is printed."""
     config = dataclasses.replace(model.config, **changes)
     with torch.device("meta"):  # shapes are enough if nothing is added
         other = GPT(config)
     if new := other.additions_to(model.config):
         other = GPT(config).to(model.lm_head.weight.device)
+        print(f"--attn={config.attn}: {what_is_new(new, 'the run')}", file=sys.stderr)
     load_weights(other, model.state_dict(), "the run", new, copy=False)
     return other.eval()
 

@@ -46,7 +46,6 @@ from model import GPT, GPTConfig
 
 WIDTH, WINDOW = 64, 128  # head dimension; keys that a row sees in any group of Focus
 GROUPS = [(4, 1), (4, 2), (8, 1), (8, 2)]  # number of groups, and how many a token is in
-DENSE = "(dense)"  # ends the name of a case whose weights are all in memory at once
 LIVE_TILE = 64  # rows and keys of the kernels' tiles at width 64
 
 
@@ -103,8 +102,15 @@ class Speed(Common, Picture):
         for name in ("lengths", "memory", "widths"):
             if getattr(self, name):
                 whole_numbers(getattr(self, name), name, least=1)  # raises ValueError
-        if self.png and mode_of(self):
-            raise ValueError(f"--png draws training steps: leave out --{mode_of(self)}, or --png")
+        for name in ("png", "dense"):
+            if getattr(self, name) and (mode := mode_of(self)):
+                raise ValueError(f"--{name} is for training steps: leave out --{mode}, or --{name}")
+        for name in recipe_names(self.dense) if self.dense else []:
+            if not mixers.MIXERS[mixer := GPTConfig(attn=name).mixer].in_blocks:
+                raise ValueError(
+                    f"--dense={self.dense}: {name} (mixer {mixer}) never has the weights of all "
+                    f"rows in memory: leave out {name}"
+                )
 
 
 def command(args, run):
@@ -143,13 +149,15 @@ def time_training(args, machine, lengths, numbers):
         "softmax (torch)": {"attn": "softmax", "kernel": "torch"},
     }
     cases |= {name: {"attn": name} for name in recipe_names(args.attn)}
+    dense = {}  # the cases whose weights are all in memory at once
     for name in recipe_names(args.dense) if args.dense else []:
-        cases[f"{name} {DENSE}"] = {"attn": name, "kernel": "torch"}
+        dense[f"{name} (dense)"] = {"attn": name, "kernel": "torch"}
+    cases |= dense
     numbers |= {"lengths": {}, "memory_mb": {name: {} for name in cases}}
     for T in lengths:
         batch = max(1, (args.tokens or 2048) // T)
         models = {name: make_model(case, T, args, machine) for name, case in cases.items()}
-        numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats)
+        numbers["lengths"][T] = rows = time_models(models, machine, batch, args.repeats, dense)
         yield (
             f"T={T}, {batch} sequences: training steps, and the speed relative to the first row of "
             "steps and of attention alone, forward and both ways (and its milliseconds)\n"
@@ -159,7 +167,8 @@ def time_training(args, machine, lengths, numbers):
     memory = numbers["memory_mb"]
     for name, case in cases.items():
         for T in lengths:  # the model exists before the count begins
-            call = in_memory(name, attention_call(make_model(case, T, args, machine), machine, 1))
+            call = attention_call(make_model(case, T, args, machine), machine, 1)
+            call = all_rows_at_once(call) if name in dense else call
             memory[name][T] = machine.peak_memory(call) / 2**20
     if lengths:
         yield (
@@ -168,19 +177,19 @@ def time_training(args, machine, lengths, numbers):
         )
 
 
-def time_models(models, machine, batch, repeats):
-    """Time models {name: GPT}. Returns {name: {"tokens_per_s", "step", "forward", "both", "ms"}}:
-    tokens per second of training, then speeds relative to the first: of the step, of attention
-    forward, and of attention both ways, which takes this many milliseconds."""
+def time_models(models, machine, batch, repeats, dense):
+    """Time models {name: GPT}, those in `dense` with all rows at once. Returns {name:
+    {"tokens_per_s", "step", "forward", "both", "ms"}}: tokens per second of training, then speeds
+    relative to the first: of the step, of attention forward, and of attention both ways, which
+    takes this many milliseconds."""
     rows = {name: {} for name in models}
     for way, make in (
         ("step", training_step),
         ("forward", partial(attention_call, backward=False)),
         ("both", attention_call),
     ):  # all models race at one kind of work
-        calls = {
-            name: in_memory(name, make(model, machine, batch)) for name, model in models.items()
-        }
+        calls = {name: make(model, machine, batch) for name, model in models.items()}
+        calls |= {name: all_rows_at_once(calls[name]) for name in dense}
         seconds = machine.race(calls, repeats)
         for name, model in models.items():
             if way == "step":
@@ -194,8 +203,8 @@ def time_models(models, machine, batch, repeats):
     return rows
 
 
-def in_memory(name, call):
-    """`call`; of a case with DENSE in its name, with one block of all rows in the block loop."""
+def all_rows_at_once(call):
+    """`call` with one block of all rows in the block loop."""
 
     def dense_call():
         usual, kernels.BLOCK = kernels.BLOCK, sys.maxsize
@@ -204,7 +213,7 @@ def in_memory(name, call):
         finally:
             kernels.BLOCK = usual
 
-    return dense_call if DENSE in name else call
+    return dense_call
 
 
 def draw(path, numbers):

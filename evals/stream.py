@@ -112,13 +112,19 @@ def plain(value):
 
 
 def entering_the_score(module, q, k):
-    """Queries and keys (B, H, T, D) of each score head as they enter the score: rotated, normed,
-    mapped to features. Scales are left out, because some of them grow with the length and are 0 for
-    the first query. If the rotation treats the first keys specially and doubles the width (see
-    Layer.projected), the queries are those for the first keys."""
+    """Queries and keys (B, H, T, D) of each score head as they enter the score, see
+    `score_parts`. Of queries in two parts, those for the first keys."""
+    q, k = score_parts(module, q, k)
+    return q[..., -1, :], k.sum(-2)
+
+
+def score_parts(module, q, k):
+    """Queries and keys (B, H, T, 1, D) of each score head: rotated, normed, mapped to features.
+    Scales are left out, because some of them grow with the length and are 0 for the first query. If
+    the rotation treats the first keys specially and doubles the width (see Streaming.projected),
+    they have two parts (B, H, T, 2, D), and one of a key's is 0."""
     q, k = (module.featured(part).float().unflatten(-1, (-1, module.width)) for part in (q, k))
-    # one of the two halves of a doubled key is 0
-    return q[..., -1, :], module.for_score_heads(k.sum(-2), 1)
+    return q, module.for_score_heads(k, 1)
 
 
 @contextlib.contextmanager

@@ -436,6 +436,7 @@ class Focus(Mixer):
 
     axes = AXES
     retrofit = True
+    in_blocks = True
     decided_by_x = "the token's groups"
     refused = {  # {axis: why Focus does not accept its other values}
         "window_every": "each layer has a router, which needs the layer's own window",

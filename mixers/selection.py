@@ -341,6 +341,7 @@ class Selection(Mixer):
     numbers = {"topk": options.Number(0)}
     added = ("planes",)
     trains = False
+    in_blocks = True
     refused = {  # {axis: why selection does not accept its other values}
         "window": "it selects among all earlier keys",
         "window_every": "it has no window",

@@ -69,13 +69,28 @@ def test_a_zeroed_value_is_missing_in_the_chosen_head_and_for_later_rows_alone(
     assert not torch.equal(to_later, to_all)
 
 
-def test_a_value_is_zero_in_the_cache_as_in_a_whole_pass():
-    gpt, idx = lively(attn="softmax"), token_ids(2, 9)
+KEPT = "softmax", "window", "streaming", "focus", "sparq", "magicpig"  # kinds of caches
+
+
+@pytest.mark.parametrize("attn", KEPT)
+def test_a_value_is_zero_in_the_cache_as_in_a_whole_pass(attn):
+    few = {"topk": 3, "attn_args": "realloc=1"} if attn == "sparq" else {}
+    gpt, idx = lively(attn=attn, **few), token_ids(2, 9)
     with instead(gpt, value_zeroed(every_head(gpt), to_itself=False)), torch.no_grad():
         cache, whole = gpt.new_cache(), gpt(idx)[0]
         steps = [gpt(part, cache=cache)[0] for part in idx.split([4, 1, 1, 3], 1)[:3]]
     close(torch.cat(steps, 1), whole[:, :6], terms=64)
     assert not torch.allclose(whole, gpt(idx)[0])
+
+
+@pytest.mark.parametrize("choices", [{"attn": "gla"}, {"attn": "window", "window": 4}])
+@torch.no_grad()
+def test_a_first_value_that_the_cache_does_not_keep_is_refused(choices):
+    gpt, idx = lively(**choices), token_ids(2, 9)
+    with instead(gpt, value_zeroed(every_head(gpt))), pytest.raises(ValueError, match="leave out"):
+        cache = gpt.new_cache()
+        for part in idx.split(3, 1):
+            gpt(part, cache=cache)
 
 
 @pytest.mark.parametrize("attn", ["gated", "rela", "v_bias"])

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from common import files
 from common.machine import Machine
 from data import tokens
 from evals import likelihood
+from evals.bench import value_zero
 from evals.instrument import load_run
 from model import GPT
 
@@ -83,10 +85,20 @@ def bench(lively, tmp_path, evaluate):
             f"--length={LENGTH}",
             "--batch_size=99",
         )
-        assert found["questions"] == {"t": len(rows)}
+        assert found["questions"] == {"t": len(rows)} and found["zero_above"] == 1
         return [found[f"t {name}"] for name in measures]
 
     return scores
+
+
+def test_without_a_threshold_all_heads_read_0_and_one_needs_the_first_token_as_the_sink():
+    notes = []
+    for attn in "sink_token", "kv_bias":
+        run = SimpleNamespace(model=GPT(tiny_config(attn=attn)), note=notes.append)
+        value_zero(run, 0)
+        with pytest.raises(ValueError, match="give --zero_above=0"):
+            value_zero(run, 0.5)
+    assert notes == ["the first value is 0 in 2 of 2 heads"] * 2
 
 
 def words(least, most):

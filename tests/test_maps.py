@@ -22,6 +22,7 @@ from common.machine import Machine
 from data import coders
 from evals import maps
 from evals.maps import Maps, labels_of, packed
+from evals.stream import entering_the_score
 from model import GPT
 
 
@@ -70,22 +71,35 @@ def test_maps_of_every_recipe_are_its_weights(attn, tmp_path):
         maps.draw(tmp_path / "x.png", {"run": found})
 
 
-@pytest.mark.parametrize("attn", ["softmax", "sink_token", "diff2"])
-def test_products_and_cosines_are_those_of_the_first_view(attn):
-    gpt = GPT(tiny_config(attn=attn, n_layer=2, n_head=2, vocab_size=257)).eval()
+@pytest.mark.parametrize(
+    ("attn", "choices"),
+    [
+        ("softmax", {"qk_norm": "l2"}),
+        ("kv_bias", {}),
+        ("sink_token", {}),
+        ("diff2", {}),
+        ("linear", {}),
+        ("mamba2", {}),  # its heads share q and k
+        ("streaming", {"window": 3, "first": 2}),  # its q differs for the first keys
+    ],
+)
+def test_products_and_cosines_are_those_that_enter_the_score_of_the_first_view(attn, choices):
+    gpt = GPT(tiny_config(attn=attn, n_layer=2, n_head=2, vocab_size=257, **choices)).eval()
     run = SimpleNamespace(model=gpt, machine=Machine("cpu", "float32"), tokenizer=coders.Bytes())
 
     def look(module, q, k, *_):
-        views = module.score_heads // module.heads
-        return q[0, views], k.repeat_interleave(module.score_heads // k.shape[1], 1)[0, views]
+        view = module.score_heads // module.heads  # of head 1
+        recent = module.featured(q)[..., : module.width]
+        return [y[0, view] for y in (*entering_the_score(module, q, k), recent)]
 
-    _, (q, k) = in_every_layer(look, gpt, torch.tensor([list(b"fox jumps")]))
+    _, (q, k, recent) = in_every_layer(look, gpt, torch.tensor([list(b"fox jumps")]))
+    qk = torch.where(torch.arange(len(k)) < gpt.config.first, q @ k.mT, recent @ k.mT)
     of_both = q.norm(dim=-1)[:, None] * k.norm(dim=-1)
     cosines = torch.cosine_similarity(k[:, None], k[None], dim=-1)
-    products = {"qk": q @ k.mT, "cos_qk": q @ k.mT / of_both, "cos_kk": cosines}
-    for of, expected in products.items():
-        found, _ = maps.command(Maps(text="fox jumps", layers="1", heads="1", of=of), run)
-        assert [m["kind"] for m in found["maps"]] == [of]
+    for of, expected in {"qk": qk, "cos_qk": qk / of_both, "cos_kk": cosines}.items():
+        found, said = maps.command(Maps(text="fox jumps", layers="1", heads="1", of=of), run)
+        assert [m["kind"] for m in found["maps"]] == [of] and "farthest from 0" in said
+        assert found["keys"] == found["queries"]  # no column of an extra key
         close(torch.tensor(found["maps"][0]["weights"]), expected.tril(), terms=16)
 
 

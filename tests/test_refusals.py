@@ -675,6 +675,8 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         theory --seed=-1 => must be at least 0
         probe --out_dir=x --lines=sink+pike => 'pike' is none of sink, .*peak
         speed --decode --png=x => leave out --decode, or --png
+        speed --decode --dense=tda => leave out --decode, or --dense
+        speed --dense=tda,gla => gla .mixer recurrent. never .*leave out gla
         maps --out_dir=x --text=' ' => --text is empty
         heads --out_dir=x --prune=1,x => '1,x' must be whole
         board --train_args=--n_layer=1 => a folder of their own

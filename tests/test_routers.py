@@ -4,9 +4,10 @@ knobs."""
 import pytest
 import torch
 from bounds import close, same
-from conftest import meta, train_here
+from conftest import meta, tiny_config, train_here
 
 from evals import routers
+from model import GPT
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,11 @@ def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
             found["lengths"][1]["forms"][form]["loss"], alone["loss"], terms=4, dtype=torch.float32
         )
     assert (tmp_path / "forms.png").exists()
+
+
+def test_what_a_form_adds_to_the_weights_is_printed(capsys):
+    routers.in_form(GPT(tiny_config()), sink="logit")
+    assert "not in the run, so at their initial values: sink_logit" in capsys.readouterr().err
 
 
 def test_a_sweep_trains_missing_routers_on_the_base(
