@@ -103,7 +103,10 @@ def jsonl_rows(path, fields):
             if line.strip():
                 try:  # JSON can hold lone surrogates, UTF-8 cannot
                     row = files.parsed(line)
-                    texts = [row[name].encode("utf-8", "replace").decode() for name in fields]
+                    texts = [
+                        None if row[name] is None else row[name].encode("utf-8", "replace").decode()
+                        for name in fields
+                    ]
                 except (ValueError, KeyError, TypeError, AttributeError):
                     names = " and ".join(f'"{name}"' for name in fields)
                     raise ValueError(

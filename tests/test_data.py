@@ -83,9 +83,10 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"))
 
 @given(st.lists(TEXTS, min_size=1, max_size=5))
 def test_documents_come_back_from_every_kind_of_file(tmp_path_factory, texts):
-    """Except those without text."""
+    """Except those without text, and those of rows with null."""
     folder = tmp_path_factory.mktemp("kinds")
     expected = [text for text in texts if text and not text.isspace()]
+    texts.append(None)
     rows = [write(folder / name, texts) for name in ("a.jsonl", "a.jsonl.gz")]
     with contextlib.suppress(ImportError):
         import pyarrow.parquet

@@ -702,7 +702,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         => give --source FILE or FOLDER
     """,
     ("data/text.py --tokenizer=bytes", INPUT): """
-        --source={toy} --val tokenizer meta => holds out everything
+        --source={toy} --val tokenizer meta => are held out, so nothing is left
         --source={toy} --val zulu => --val zulu: no such file in
         --source={toy} --name=stdlib => is the name of a script
         --source=missing => --source=missing does not exist
@@ -854,6 +854,11 @@ AFTER = [  # (a command line, what the error says, events before it)
     (f"{TEXT}binary.bin", "binary.bin.*not text", written("binary.bin", b"\x7fELF\0\1")),
     (f"{TEXT}a.txt", "a.txt.*not text", written("a.txt", b"\xe9")),
     (f"{TEXT}b.jsonl", "b.jsonl.*line 2", written("b.jsonl", b'{"text": "a"}\n{"text": \n')),
+    (
+        f"{TEXT}one.jsonl --prompt=q --response=a",
+        "documents .*1.* are held out, so nothing is left",
+        written("one.jsonl", b'{"q": "Why?", "a": "So."}'),
+    ),
     (f"{TEXT}one.txt", "one.txt.*too few to hold out", written("one.txt", b"x")),
     (f"{TEXT}plain.gz", "plain.gz.*damaged", written("plain.gz", b"x")),
     (CODED, "between two texts.*eos_token", removed("toy/meta.json")),
