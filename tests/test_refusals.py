@@ -239,6 +239,10 @@ def data_set(train, val):
     return lambda _: write_data(Path("data"), train, val)
 
 
+def only_prompts(path):
+    return lambda _: tokens.write_shard(Path(path), [~WORDS.astype(int)], prompts=True)
+
+
 def removed(path):
     return lambda _: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
 
@@ -762,6 +766,12 @@ AFTER = [  # (a command line, what the error says, events before it)
         "meta.json lacks vocab_size, tokenizer or",
         put("data/meta.json", shards={"../run/ckpt.pt": NO_FILE}),
     ),
+    ("train.py {new}", "val: 4 windows .* no target.*raise --block", only_prompts("data/val.bin")),
+    (
+        "eval.py loss --out_dir={run} --dataset={data} --windows=1",
+        "val: 1 windows of 16 tokens hold no target.*--windows",
+        only_prompts("data/val.bin"),
+    ),
     ("train.py {new} --docs=1", "data/train does not begin with .*separator.*leave out --docs"),
     # a machine that is too small
     (
@@ -776,7 +786,7 @@ AFTER = [  # (a command line, what the error says, events before it)
     ),
     (
         "train.py {new} --gradient_accumulation_steps=2000000000",
-        "tokens of a step need 2,176.0 GB of memory, .*: lower it",
+        "tokens of a step need 1,088.0 GB of memory, .*: lower it",
         small_host,
     ),
     (
