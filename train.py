@@ -61,7 +61,7 @@ from common.weights import (
     train_only,
 )
 from data import tokens
-from evals.loss import mean_loss
+from evals.loss import mean_loss, window_targets
 from evals.report import report
 from model import GPT, GPTConfig, check_size, hidden_width
 
@@ -239,7 +239,7 @@ class Batches:
             )
         # sequences a step, on all ranks
         self.total = knobs.batch_size * knobs.gradient_accumulation_steps
-        size = 16 * self.total * (config.block_size + 1) // machine.world
+        size = 8 * self.total * (config.block_size + 1) // machine.world
         steps = f"--gradient_accumulation_steps={knobs.gradient_accumulation_steps}"
         check_memory(size, f"{steps}: the tokens of a step need", "lower it")
         if self.total % machine.world:
@@ -265,18 +265,21 @@ class Batches:
         return np.random.default_rng([self.knobs.seed, int(epoch)]).permutation(self.choices)
 
     def read(self, step):
-        """This rank's micro-batches of a step: inputs and targets, and with --docs=1 where the
-        document of each input begins, each (at most batch_size, T)."""
+        """This rank's micro-batches of a step. Each is its weight, the stored tokens (at most
+        batch_size, T + 1), and with --docs=1 where the document of each input begins. The weights
+        of all ranks' micro-batches are their shares of the step's targets, times the ranks."""
         T, size = self.config.block_size, self.knobs.batch_size
-        # every rank draws the windows of all ranks and takes its own part
-        starts = self.chosen(step).reshape(self.machine.world, -1)[self.machine.rank] * self.gap
+        # every rank draws the windows of all ranks, counts their targets, and takes its own part
+        starts = self.chosen(step) * self.gap
+        targets = max(1, self.split.count_targets(starts, T).sum())
+        starts = starts.reshape(self.machine.world, -1)[self.machine.rank]
         micro_batches = []
         for part in np.split(starts, range(size, len(starts), size)):
-            both = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
+            stored = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                both = both.pin_memory()  # from pinned memory, the GPU copies while it computes
-            rows, targets = both.to(self.machine.device, non_blocking=True)
-            batch = [rows[:, :-1], targets[:, 1:]]  # the target of each token is the next token
+                stored = stored.pin_memory()  # from pinned memory, the GPU copies while it computes
+            weight = self.split.count_targets(part, T).sum() * self.machine.world / targets
+            batch = [weight, stored.to(self.machine.device, non_blocking=True)]
             if self.knobs.docs:
                 first = torch.from_numpy(self.split.first_keys(part, T))
                 batch.append(first.to(self.machine.device))
@@ -353,6 +356,8 @@ class Training:
                 f"and {self.val.name} holds {fit}: give at most "
                 f"{max(Train.eval_iters, fit // knobs.batch_size)}"
             )
+        for split in (self.batches.split, self.val):  # the report at the end reads both
+            window_targets(split, config.block_size, self.windows)  # raises if there is no target
 
         checkpoint = self.make_model(stored)
         self.meta = self.new_meta(data, stored, flags, resumed=checkpoint is not None)
@@ -490,7 +495,8 @@ class Training:
         knobs, machine, running = self.knobs, self.machine, self.running
         micro_batches = self.batches(step)
         sums = torch.zeros(2, device=machine.device)
-        for micro, (x, y, *starts) in enumerate(micro_batches):
+        for micro, (weight, stored, *starts) in enumerate(micro_batches):
+            rows, targets = tokens.ids_and_targets(stored)
             if self.config.dropout:  # seeded by these numbers: no state to be stored
                 seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                 torch.manual_seed(seeds.generate_state(1)[0].item())
@@ -500,16 +506,20 @@ class Training:
                 running.require_backward_grad_sync = micro == len(micro_batches) - 1
             with machine.autocast():  # products in 16 bits if fast, sums in float32
                 _, loss, *importance = running(
-                    x, y, importance=knobs.head_balance > 0, starts=starts[0] if starts else None
+                    rows[:, :-1],
+                    targets[:, 1:],  # the target of each token is the next token
+                    importance=knobs.head_balance > 0,
+                    starts=starts[0] if starts else None,
                 )
                 balance = torch.zeros((), device=machine.device)
                 if importance:
                     balance = head_balance_loss(importance[0], knobs, machine)
                 balance = balance + self.model.penalty()
-            # weighted by the share of the sequences, gradients add up to that of one batch
-            share = len(x) * machine.world / self.batches.total
-            self.scaler.scale((loss + balance) * share).backward()
-            sums += torch.stack([loss.detach(), balance.detach()]) * share
+            # weighted by shares of targets and sequences, gradients add up to that of one batch
+            share = len(rows) * machine.world / self.batches.total
+            parts = torch.stack([loss * weight, balance * share])
+            self.scaler.scale(parts.sum()).backward()
+            sums += parts.detach()
         return sums
 
     def evaluate_and_save(self, row, evaluate, stop):

@@ -63,10 +63,6 @@ def held_out(sizes, args):
         raise ValueError(
             f"--val {min(missing)}: no such file in {args.source}, choose from {known}"
         )
-    if all(named):
-        raise ValueError(
-            "--val holds out everything, so nothing is left to train on: name fewer files"
-        )
     return np.array(named)
 
 
@@ -125,6 +121,11 @@ def prepare(args):
         splits = {"train": [text[:end]], "val": [text[end:]]}
     else:
         mask = held_out(sizes, args)
+        if mask.all():
+            raise ValueError(
+                f"all documents of --source={source} ({count}) are held out, so nothing is left to "
+                "train on: name fewer files in --val, or add documents"
+            )
         splits = {"train": texts_of(read, sizes, ~mask), "val": texts_of(read, sizes, mask)}
     print(
         f"source: {count} documents in {len(sizes)} files of {source}; "

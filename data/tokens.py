@@ -103,7 +103,10 @@ def jsonl_rows(path, fields):
             if line.strip():
                 try:  # JSON can hold lone surrogates, UTF-8 cannot
                     row = files.parsed(line)
-                    texts = [row[name].encode("utf-8", "replace").decode() for name in fields]
+                    texts = [
+                        None if row[name] is None else row[name].encode("utf-8", "replace").decode()
+                        for name in fields
+                    ]
                 except (ValueError, KeyError, TypeError, AttributeError):
                     names = " and ".join(f'"{name}"' for name in fields)
                     raise ValueError(
@@ -427,17 +430,24 @@ class Tokens:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def windows(self, starts, length, vocab_size):
-        """The windows at these starts, int64 (2, len(starts), length): their ids, and the same with
-        -1 for what is no target of the loss. Raises ValueError on ids outside the vocabulary."""
+        """The windows at these starts as they are stored, int64 (len(starts), length). Raises
+        ValueError on ids outside the vocabulary."""
         stored = np.stack([self.window(int(s), length) for s in starts]).astype(np.int64)
-        rows = np.maximum(stored, ~stored)
+        rows, _ = ids_and_targets(stored)
         if rows.max() >= vocab_size:
             row = int((rows >= vocab_size).any(1).argmax())
             raise ValueError(
                 f"{self.name}: token id {rows[row].max()} near token {starts[row]}, but the "
                 f"vocabulary has {vocab_size} ids: wrong file, or wrong --vocab_size"
             )
-        return np.stack([rows, np.maximum(stored, -1)])
+        return stored
+
+    def count_targets(self, starts, length):
+        """How many targets of the loss the window of length + 1 tokens at each start has: int64
+        (len(starts),). The first token of a window is no target."""
+        if self.shards[0].dtype != np.int32:  # it holds no prompts, so there is nothing to read
+            return np.full(len(starts), length)
+        return np.array([(self.window(int(s) + 1, length) >= 0).sum() for s in starts])
 
     def first_keys(self, starts, length):
         """For each token of the windows at these starts, where in the window its document begins:
@@ -446,6 +456,12 @@ class Tokens:
         places = starts[:, None] + np.arange(length)
         began = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(began - starts[:, None], 0)
+
+
+def ids_and_targets(stored):
+    """The ids of stored tokens, an array or tensor of int64, and their targets of the loss: the
+    same ids, but -1 for a prompt's token, which is stored as ~id."""
+    return stored.clip(0) + (~stored).clip(0), stored.clip(-1)  # a summand of the ids is 0
 
 
 def fixed_windows(split, length, count):

@@ -338,8 +338,8 @@ def window_batches(
         starts = starts[machine.rank :: machine.world]
     for i in progress(range(0, len(starts), batch_size), bar and machine.main):
         batch = starts[i : i + batch_size]
-        both = split.windows(batch, length + 1, model.config.vocab_size)
-        rows, targets = torch.from_numpy(both).to(machine.device)
+        stored = torch.from_numpy(split.windows(batch, length + 1, model.config.vocab_size))
+        rows, targets = tokens.ids_and_targets(stored.to(machine.device))
         if not packed:
             yield rows
             continue

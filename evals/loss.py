@@ -187,7 +187,7 @@ def curves(group, column):
 def mean_loss(model, split, machine, count, batch_size, share=True):
     """Mean loss (nats per target) on `count` fixed windows of a split, 0 for as many as fit. share:
     the ranks share the windows. A sharded model needs all ranks for each pass, so there every rank
-    reads every window."""
+    reads every window. The caller checks with window_targets that there is a target."""
     training = model.training
     total = 0.0
     seen = 0  # targets
@@ -202,28 +202,37 @@ def mean_loss(model, split, machine, count, batch_size, share=True):
         seen += here
     model.train(training)
     total, seen = machine.sum(total, seen)
-    if not seen:
-        raise ValueError(f"{split.name}: no window has a target of the loss: raise --block_size")
     return total / seen
 
 
 @torch.no_grad()
 def window_losses(model, split, machine, count, batch_size, length):
-    """The loss of each fixed window, (windows,) in float64, of a model in eval mode: the sum over
-    its targets, divided by their mean number in a window. So the mean over windows is the mean over
-    targets. The ranks share the windows."""
-    own, targets = [], 0
+    """The loss of each fixed window, (windows,) in float64, of a model in eval mode. The mean over
+    windows is the mean over targets, and their standard error is that of a ratio: a window differs
+    from the mean only by the losses of its targets, not by their number. The ranks share the
+    windows."""
+    counts, own = window_targets(split, length, count), []
     for rows, wanted, starts in window_batches(
         model, split, machine, length, count, batch_size, bar=True, share=True, packed=True
     ):
-        counted = wanted >= 0
-        losses = token_losses(model, rows, machine, starts).double() * counted
+        losses = token_losses(model, rows, machine, starts).double() * (wanted >= 0)
         own += losses.sum(1).tolist()
-        targets += counted.sum().item()
-    found = np.zeros(len(tokens.fixed_windows(split, length, count)))
+    found = np.zeros(len(counts))
     found[machine.rank :: machine.world] = own
-    *sums, targets = machine.sum(*found, targets)
-    return np.array(sums) * len(sums) / targets
+    losses = np.array(machine.sum(*found)) / counts.mean()
+    return losses + losses.mean() * (1 - counts / counts.mean())
+
+
+def window_targets(split, length, count):
+    """How many targets of the loss each fixed window has, (windows,). Raises ValueError if none
+    has one."""
+    counts = split.count_targets(tokens.fixed_windows(split, length, count), length)
+    if not counts.any():
+        raise ValueError(
+            f"{split.name}: {len(counts)} windows of {length} tokens hold no target of the loss: "
+            "raise --block_size or --eval_iters (in eval.py --length or --windows)"
+        )
+    return counts
 
 
 def token_losses(model, rows, machine, starts=None):

@@ -83,9 +83,10 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0\ufeff"))
 
 @given(st.lists(TEXTS, min_size=1, max_size=5))
 def test_documents_come_back_from_every_kind_of_file(tmp_path_factory, texts):
-    """Except those without text."""
+    """Except those without text, and those of rows with null."""
     folder = tmp_path_factory.mktemp("kinds")
     expected = [text for text in texts if text and not text.isspace()]
+    texts.append(None)
     rows = [write(folder / name, texts) for name in ("a.jsonl", "a.jsonl.gz")]
     with contextlib.suppress(ImportError):
         import pyarrow.parquet
@@ -141,7 +142,7 @@ def test_only_responses_are_targets_of_the_loss(tmp_path):
     flags = ("--source", source, "--tokenizer=bytes", "--out_dir", out)
     data_script("text", *flags, "--prompt=q", "--response=a")
     train, val = (tokens.Tokens(out, split, docs=True) for split in ("train", "val"))
-    ids, targets = train.windows([0], len(train), 257)[:, 0]
+    ids, targets = tokens.ids_and_targets(train.windows([0], len(train), 257)[0])
     texts = [f"{q}{a}" for q, a in pairs]
     for begin, end in itertools.pairwise([*train.documents, len(train)]):
         q, a = pairs[texts.index(bytes(ids[begin + 1 : end].tolist()).decode())]
@@ -149,11 +150,16 @@ def test_only_responses_are_targets_of_the_loss(tmp_path):
         assert targets[begin:end].tolist() == wanted
     gpt, machine = GPT(tiny_config(vocab_size=257)).eval(), Machine("cpu", "float32")
     losses = window_losses(gpt, val, machine, 0, 2, 16)
-    ids, targets = torch.from_numpy(val.windows(tokens.fixed_windows(val, 16, 0), 17, 257))
+    stored = torch.from_numpy(val.windows(tokens.fixed_windows(val, 16, 0), 17, 257))
+    ids, targets = tokens.ids_and_targets(stored)
     starts = torch.from_numpy(val.first_keys(tokens.fixed_windows(val, 16, 0), 16))
     nats = -gpt(ids[:, :-1], starts=starts)[0].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    expected = nats[targets[:, 1:] >= 0].mean()
+    counted = targets[:, 1:] >= 0
+    expected = nats[counted].mean()
     close(torch.tensor(losses.mean()), expected, terms=64)
+    # a window whose targets all have the mean loss is no deviation, however many they are
+    excess = ((nats - expected) * counted).sum(1) / counted.sum(1).float().mean()
+    close(torch.tensor(losses - losses.mean()), excess, size=1, terms=64)
     close(torch.tensor(mean_loss(gpt, val, machine, 0, 2)), expected, terms=64)
     assert gpt(ids[:, :-1], torch.full_like(ids[:, 1:], -1))[1] == 0
 

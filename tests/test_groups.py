@@ -49,7 +49,7 @@ def test_the_numbers_equal_those_from_each_layers_shares(
     )
     found = evaluate(*flags)
     split = tokens.Tokens(data, "val")
-    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 16, 257)[0])
+    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 5), 16, 257))
     each = in_every_layer(
         lambda module, q, k, v, x, table: module.assign(x), load_run(focus_run, "cpu")[0], idx
     )

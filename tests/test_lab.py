@@ -63,7 +63,7 @@ def test_every_figure_is_of_the_rows_and_the_change_in_its_name(attn, task):
     for p in gpt.parameters():
         p.mul_(20 if p.dim() > 1 else 1)
     found = lab_figures.lab_figures(gpt, split, about, machine)
-    rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, T, 256), T + 1, 66)[0])
+    rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, T, 256), T + 1, 66))
     as_is, zero, hide = (
         losses_with(change, gpt, rows, machine).double()
         for change in (unchanged, value_zeroed(every_head(gpt)), key_hidden)

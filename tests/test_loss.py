@@ -34,7 +34,7 @@ def test_the_loss_is_the_mean_over_the_windows_in_nats_and_bits(evaluate, elasti
     found = evaluate("loss", run, "--windows=6", "--batch_size=4")
     gpt = load_run(elastic_run, "cpu")[0].double()
     split = tokens.Tokens(data, "val")
-    rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 6), 17, 257)[0])
+    rows = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 6), 17, 257))
     means = -gpt(rows[:, :-1])[0].log_softmax(-1).gather(2, rows[:, 1:, None]).mean((1, 2))
     loss = means.mean().item()
     close([found["loss"], found["bits_per_byte"]], [loss, loss / math.log(2)], dtype=torch.float32)

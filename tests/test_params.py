@@ -88,7 +88,7 @@ def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_openin
     enliven(gpt)
     numbers, text = params.command(Params(windows=3, batch_size=2), opened(data, gpt))
     split, now = tokens.Tokens(data, "val"), {}
-    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 3), 16, 257)[0])
+    idx = torch.from_numpy(split.windows(tokens.fixed_windows(split, 16, 3), 16, 257))
     now["gate"] = in_every_layer(
         lambda module, q, k, v, x, table: (
             torch.sigmoid(x.double() @ module.gate.weight.double().T)

@@ -239,6 +239,10 @@ def data_set(train, val):
     return lambda _: write_data(Path("data"), train, val)
 
 
+def only_prompts(path):
+    return lambda _: tokens.write_shard(Path(path), [~WORDS.astype(int)], prompts=True)
+
+
 def removed(path):
     return lambda _: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
 
@@ -704,7 +708,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         => give --source FILE or FOLDER
     """,
     ("data/text.py --tokenizer=bytes", INPUT): """
-        --source={toy} --val tokenizer meta => holds out everything
+        --source={toy} --val tokenizer meta => are held out, so nothing is left
         --source={toy} --val zulu => --val zulu: no such file in
         --source={toy} --name=stdlib => is the name of a script
         --source=missing => --source=missing does not exist
@@ -764,6 +768,12 @@ AFTER = [  # (a command line, what the error says, events before it)
         "meta.json lacks vocab_size, tokenizer or",
         put("data/meta.json", shards={"../run/ckpt.pt": NO_FILE}),
     ),
+    ("train.py {new}", "val: 4 windows .* no target.*raise --block", only_prompts("data/val.bin")),
+    (
+        "eval.py loss --out_dir={run} --dataset={data} --windows=1",
+        "val: 1 windows of 16 tokens hold no target.*--windows",
+        only_prompts("data/val.bin"),
+    ),
     ("train.py {new} --docs=1", "data/train does not begin with .*separator.*leave out --docs"),
     # a machine that is too small
     (
@@ -778,7 +788,7 @@ AFTER = [  # (a command line, what the error says, events before it)
     ),
     (
         "train.py {new} --gradient_accumulation_steps=2000000000",
-        "tokens of a step need 2,176.0 GB of memory, .*: lower it",
+        "tokens of a step need 1,088.0 GB of memory, .*: lower it",
         small_host,
     ),
     (
@@ -856,6 +866,11 @@ AFTER = [  # (a command line, what the error says, events before it)
     (f"{TEXT}binary.bin", "binary.bin.*not text", written("binary.bin", b"\x7fELF\0\1")),
     (f"{TEXT}a.txt", "a.txt.*not text", written("a.txt", b"\xe9")),
     (f"{TEXT}b.jsonl", "b.jsonl.*line 2", written("b.jsonl", b'{"text": "a"}\n{"text": \n')),
+    (
+        f"{TEXT}one.jsonl --prompt=q --response=a",
+        "documents .*1.* are held out, so nothing is left",
+        written("one.jsonl", b'{"q": "Why?", "a": "So."}'),
+    ),
     (f"{TEXT}one.txt", "one.txt.*too few to hold out", written("one.txt", b"x")),
     (f"{TEXT}plain.gz", "plain.gz.*damaged", written("plain.gz", b"x")),
     (CODED, "between two texts.*eos_token", removed("toy/meta.json")),

@@ -283,6 +283,15 @@ def packed(tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """A data set of bytes: long prompts with short responses, which alone are targets."""
+    out, coder = tmp_path_factory.mktemp("data") / "answers", coders.Bytes()
+    ids = [*tokens.encode_all(coder, [(TEXT[n : n + 30], "fox") for n in range(40)])]
+    tokens.write_data_set(out, coder, {"train": ids, "val": ids}, dataset="answers", prompt="q")
+    return out
+
+
 def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     machine = SimpleNamespace(world=world, rank=rank, device=torch.device("cpu"))
     knobs = train_script.Train(batch_size=batch_size, gradient_accumulation_steps=steps, **knobs)
@@ -299,32 +308,48 @@ def batches(data, world=1, rank=0, batch_size=4, steps=4, **knobs):
     seed=st.integers(0, 99),
     docs=st.booleans(),
     order=st.sampled_from(["random", "pass"]),
+    prompts=st.booleans(),
 )
 def test_every_split_of_a_step_reads_the_same_tokens_ahead_of_time(
-    packed, world, batch_size, steps, step, seed, docs, order
+    packed, answers, world, batch_size, steps, step, seed, docs, order, prompts
 ):
-    """With docs=1 it also tells where the documents of its own tokens begin."""
+    """With docs=1 it also tells where the documents of its own tokens begin. Every target of a step
+    has the same weight."""
+    data = answers if prompts else packed
     total = batch_size * steps
     if total % world:
         words = f"cannot be shared by {world} ranks: make it a multiple of {world}"
         with pytest.raises(ValueError, match=words):
-            batches(packed, world, 0, batch_size, steps)
+            batches(data, world, 0, batch_size, steps)
         return
     how = {"docs": docs, "order": order}
-    whole, other = (batches(packed, 1, 0, total, 1, seed=s, **how) for s in (seed, seed + 100))
+    whole, other = (batches(data, 1, 0, total, 1, seed=s, **how) for s in (seed, seed + 100))
     ranks = [
-        batches(packed, world, rank, batch_size, steps, seed=seed, **how) for rank in range(world)
+        batches(data, world, rank, batch_size, steps, seed=seed, **how) for rank in range(world)
     ]
     for now in (step, step + 1, step):  # in order, and after a jump
-        parts = zip(*(part for rank in ranks for part in rank(now)), strict=True)
-        x, y, *starts = map(torch.cat, parts)
-        same([x, x[:, 1:]], [whole.read(now)[0][0], y[:, :-1]])
-        same(starts, [torch.where(x == 256, torch.arange(x.shape[1]), 0).cummax(1).values] * docs)
-        assert all(len(part) <= batch_size for rank in ranks for part, *_ in rank.read(now))
+        weights, rows, *starts = zip(*(part for rank in ranks for part in rank(now)), strict=True)
+        assert all(len(part) <= batch_size for part in rows)
+        counts = np.array([(part[:, 1:] >= 0).sum() for part in rows])
+        close(weights, counts * world / max(1, counts.sum()))
+        rows = torch.cat(rows)
+        same(rows, whole.read(now)[0][1])
+        x = rows[:, :-1]
+        began = torch.where(x == 256, torch.arange(x.shape[1]), 0).cummax(1).values
+        same([*map(torch.cat, starts)], [began] * docs)
     if total > 3:  # fewer may be equal by chance
         assert not any(
-            torch.equal(x, later.read(n)[0][0]) for later, n in ((whole, step + 1), (other, step))
+            torch.equal(rows, later.read(n)[0][1])
+            for later, n in ((whole, step + 1), (other, step))
         )
+
+
+def test_micro_batches_with_few_targets_add_up_to_the_step(answers, tmp_path):
+    """Some of the sequences have none."""
+    for size, steps in (8, 1), (1, 8):
+        flags = f"--batch_size={size} --gradient_accumulation_steps={steps} --eval_iters={steps}"
+        train(tmp_path / str(size), f"{flags} --max_iters=3", answers)
+    assert_close_runs(tmp_path / "1", tmp_path / "8")
 
 
 @pytest.mark.parametrize("stride, gap, total", [(1, 16, 5), (20, 20, 5), (1, 16, 40)])
@@ -336,11 +361,9 @@ def test_a_pass_reads_every_window_once_an_epoch_in_a_new_order(stride, gap, tot
     about = {"tokenizer": "toy", "vocab_size": 257, "stride": stride, "shards": rows}
     files.write_json(tmp_path / "meta.json", about)
     split = batches(tmp_path, batch_size=total, steps=1, order="pass", seed=3)
-    x, y = (
-        torch.cat(part) for part in zip(*(split.read(n + 1)[0] for n in range(30)), strict=True)
-    )
+    rows = torch.cat([split.read(n + 1)[0][1] for n in range(30)])
     whole = torch.from_numpy(ids).unfold(0, 17, gap)
-    epochs = torch.cat([x, y[:, -1:]], 1).split(len(whole))[:-1]
+    epochs = rows.split(len(whole))[:-1]
     assert all(
         torch.equal(epoch[epoch[:, 0].argsort()], whole[whole[:, 0].argsort()]) for epoch in epochs
     )
@@ -362,7 +385,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
     gpt.load_state_dict(weights(tmp_path))
     split, losses = tokens.Tokens(packed, "val", docs=True), []
     windows = tokens.fixed_windows(split, 16, 80)
-    rows, _ = split.windows(windows, 17, 257)
+    rows = split.windows(windows, 17, 257)
     for row in rows:
         ends = [*np.flatnonzero(row[1:16] == 256) + 1, 16]
         # its last target begins the next document
