@@ -688,7 +688,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         board --rates=2e-3,x => 2e-3,x must be numbers
         board --seeds=1,2 => 1 only chooses
         board --attn=nothing => nothing
-        probe --out_dir={run} --text=fox --lengths=4 => leave out --lengths
+        probe --out_dir={run} --text=fox --lengths=4 => leave out --length, --lengths
     """,
     ("eval.py", INPUT): """
         loss --out_dir={run} --dataset={toy_data} => in the tokenizer of run .*--tokenizer=bytes
