@@ -86,6 +86,7 @@ def check_walk(tiles, size, pairs, seen, near, inputs, random):
         range=lambda a, b, step, **_: range(a, b, step),
     ),
 )
+@pytest.mark.exhaustive
 def test_the_kernels_visit_tiles_with_visible_pairs_and_mask_where_they_must():
     """All windows, numbers of first keys and widths of a table at T = 11, on tiles of 2 and 4, each
     with one document and with drawn ones. Rows beyond T change only their own results, so only the

@@ -66,6 +66,7 @@ def test_what_a_form_adds_to_the_weights_is_printed(capsys):
     assert "not in the run, so at their initial values: sink_logit" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_trains_missing_routers_on_the_base(
     base, trainings, evaluate, tmp_path, monkeypatch
 ):

@@ -434,8 +434,10 @@ def test_the_kernel_that_a_run_names_is_the_one_that_trains(
 @pytest.mark.parametrize(
     "flags",
     [
-        # micro-batches 4, 2
-        "--attn=elastic --batch_size=4 --gradient_accumulation_steps=3 --eval_iters=3",
+        # micro-batches 4, 2; test_shards.py has two ranks by default
+        by_default(
+            False, "--attn=elastic --batch_size=4 --gradient_accumulation_steps=3 --eval_iters=3"
+        ),
         by_default(
             False,
             "--n_head=4 --n_layer=2 --head_balance=1 --balance_skip=1 --bias=1 --batch_size=6 "
