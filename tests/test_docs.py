@@ -264,6 +264,13 @@ for claims in (ROOT / "results/claims").glob("*.md"):
     VERDICTS |= re.findall(r"^## ([\w-]+)\n\n\*\*([\w ]+)\*\*", text, re.M)
 
 
+def test_the_list_of_verdicts_is_that_of_the_claims_own_pages():
+    page = (ROOT / "results/claims/README.md").read_text(encoding="utf-8")
+    lists = re.findall(r"^\*\*([\w ]+)\*\* \(\d+\): ((?:.+\n)+)", page, re.M)
+    found = {name: verdict for verdict, names in lists for name in re.findall(r"\[(.+?)\]", names)}
+    assert found == VERDICTS
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_verdicts_are_those_of_the_claims_own_pages(page):
     """Where a page says that a claim agrees, contradicts or is mixed, its section in results/claims
