@@ -113,7 +113,7 @@ def test_a_run_is_shown_next_to_its_initial_values_and_a_gate_by_its_mean_openin
 def test_a_model_before_its_first_step_shows_its_initial_values(attn, data):
     gpt = GPT(tiny_config(attn=attn, vocab_size=257, n_layer=2), seed=5)
     numbers, text = params.command(Params(windows=1), opened(data, gpt, seed=5))
-    assert text and ("(kept as it was)" in text) == (attn in ("lssar", "focus"))
+    assert text and ("(kept as it was)" in text) == (attn in ("lssar", "focus", "focus_printed"))
     for name, figure in numbers["figures"].items():
         # those of text are 0.2 from the initial value, which is for zeros
         of_text = name in ("gate", "lambda", "kept", "written", "momentum")

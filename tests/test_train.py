@@ -118,7 +118,7 @@ def test_every_recipe_learns(attn, dtype, tmp_path, data):
     """The loss starts at that of a uniform guess, up to the initial logits' spread of 0.1, and
     falls far below it. A layer with a schedule, such as Dex, is told that the training is over."""
     flags = "--max_iters=60 --learning_rate=2e-2 --n_embd=32 --eval_interval=30"
-    if attn == "focus":
+    if attn.startswith("focus"):
         flags += " --window=4"  # its router needs pairs beyond the window
     train(tmp_path, f"{flags} --attn={attn} --dtype={dtype}", data)
     first = losses(tmp_path)[0]
