@@ -46,7 +46,7 @@ papers() {
 }
 
 default=papers
-command -v nvidia-smi && default=gpu
+command -v nvidia-smi > /dev/null && default=gpu
 case ${1:-$default} in
     papers) papers ;;
     gpu) gpu ;;

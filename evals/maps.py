@@ -41,6 +41,7 @@ OF = {  # {value of --of: (its meaning, the name of its mean over the first colu
     "cos_qk": ("cos(q, k)", "first key"),
     "cos_kk": ("cos(k, k)", "first key"),
 }
+VIEWS = "view a", "view b", "difference"  # kinds of map of --views
 
 
 @dataclass
@@ -177,8 +178,6 @@ def labels_of(ids, text, coder):
     return [label if len(label) <= 14 else f"{label[:13]}…" for label in labels]
 
 
-VIEWS = "view a", "view b", "difference"
-
 # measures that colour the page's heads
 IN_GRID = ("sink", "entropy", "row_mass", "sparsity", "extra", "negative")
 COST = "how much the loss of this sentence rises without the head, in nats per token"
@@ -191,10 +190,9 @@ def maps_of(run, ids, args):
 
     The kinds are "weights", with --views "view a" and "view b" (the weights are a - lambda b), the
     value of --of, and with --html "hidden": the weights if only the first row sees the first key.
-    The page shows
-    the recipe, the measures (layers, heads) of IN_GRID, also of "hidden", the costs with --cost,
-    the norms of values (layers, heads, T), and those of the hidden states (layers + 1, T) that
-    enter each layer and leave the last."""
+    The page shows the recipe, the measures (layers, heads) of IN_GRID, also of "hidden", the costs
+    with --cost, the norms of values (layers, heads, T), and those of the hidden states (layers + 1,
+    T) that enter each layer and leave the last."""
     kinds, probes, value_norms, stream = [], {"weights": [], "hidden": []}, [], []
     model, rows = run.model, as_ids(ids, run.machine)
     modules = [block.attn for block in model.transformer.h]
@@ -203,7 +201,7 @@ def maps_of(run, ids, args):
     def see(layer, module, q, k, v, x, table):
         found = {"weights": module.weights_of(q, k, x, table)}
         if args.views:
-            found |= zip(VIEWS, module.views_of(q, k, x, table), strict=False)
+            found |= zip(VIEWS[:2], module.views_of(q, k, x, table), strict=True)
         if args.html:
             without = module.mask._replace(hidden=module.sink_tokens)
             found["hidden"] = module.weights_of(q, k, x, table, without)
