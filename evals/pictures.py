@@ -128,6 +128,7 @@ def draw_recipes(path, groups, panels):
                 if high and mean > high:  # rules without a normaliser have row sums of any size
                     ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
             ax.set_xlim(low, high)
+            ax.locator_params(axis="x", nbins=5)
             frame(ax, title)
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
