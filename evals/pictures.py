@@ -148,7 +148,7 @@ def frame(ax, title="", xlabel="", ylabel=""):
 
 def whole_ticks(axis):
     """Put ticks at whole numbers only, such as layers and heads."""
-    axis.get_major_locator().set_params(integer=True)
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def powers_of_two(axis):
