@@ -210,5 +210,5 @@ def draw_costs(ax, cost):
     )
     ax.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
     ax.set_yticks(range(len(lines)), labels, fontsize=8)
-    ax.margins(x=0.15)
+    ax.margins(x=0.25)
     frame(ax, f"increase of the loss\n(nats per token, from {cost['loss']:.3f})")

@@ -191,7 +191,7 @@ def draw(path, found):
     """Draw maps. One run: alpha_sink, alpha_local and sigma2 (figures 4, 5, 10, 11), with --against
     alpha_sink on both data sets and the difference (figure 6), with --cost the costs. Several runs:
     their alpha_sink (figure 12)."""
-    panels = []
+    panels, least = [], (1, 1)
 
     def add(title, cells, colours=SHARES):
         panels.append(partial(heat_map, cells=cells, colours=colours, title=title, bar=""))
@@ -211,4 +211,5 @@ def draw(path, found):
         add("how uneven rows are\n$\\sigma^2$", maps["sigma2"], SHARES | {"vmax": None})
         if cost:
             panels.append(partial(draw_costs, cost=cost))
-    draw_rows(path, {"": panels})
+            least = len(cost["changes"]), 1  # a bar needs as much height as a layer
+    draw_rows(path, {"": panels}, least)

@@ -119,10 +119,10 @@ SWEEP_COLUMNS = (
     "excess_copy"
 ).split()
 PANELS = {  # {figure: (title, ends of the axis)}
-    "sink_idle": ("sink_idle: weight on the first token", 0, 1.05),
-    "value_norm_ratio": ("value_norm_ratio: first value over the others", 0, 2.5),
-    "row_mass_idle": ("row_mass_idle: sum of the weights", -0.5, 1.5),
-    "excess_copy": ("excess_copy: excess loss, nats", 0, None),
+    "sink_idle": ("sink_idle\nweight on the first token", 0, 1.05),
+    "value_norm_ratio": ("value_norm_ratio\nfirst value over the others", 0, 2.5),
+    "row_mass_idle": ("row_mass_idle\nsum of the weights", -0.5, 1.5),
+    "excess_copy": ("excess_copy\nexcess loss, nats", 0, None),
 }
 
 

@@ -140,8 +140,7 @@ def groups_of(found):
 def draw(path, found):
     """Draw val_loss by step of training, a line for each recipe: the mean over seeds, and a band of
     one standard deviation. Dotted: train_loss."""
-    with figure_of(path, [4.2], [6.5]) as axes:
-        ax = axes[0, 0]
+    with figure_of(path, [4.2], [6.5]) as ((ax,),):
         for label, group in groups_of(found).items():
             steps, values = curves(group, "val_loss")
             mean = values.mean(0)

@@ -277,6 +277,7 @@ def draw_figure(ax, name, figure):
     beside.axvline(start, color=GREY, linestyle=":", linewidth=1)
     beside.tick_params(labelleft=False, labelsize=7)
     beside.locator_params(axis="x", nbins=3)
+    beside.margins(x=0.2)
     frame(beside, xlabel="heads, mean")
 
 

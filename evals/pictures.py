@@ -128,6 +128,7 @@ def draw_recipes(path, groups, panels):
                 if high and mean > high:  # rules without a normaliser have row sums of any size
                     ax.text(high, y, f"{mean:.3g} ", ha="right", va="center", fontsize=8)
             ax.set_xlim(low, high)
+            ax.locator_params(axis="x", nbins=5)
             frame(ax, title)
         ax.set_yticks(range(len(groups)), groups)
         ax.set_ylim(len(groups) - 0.4, -0.6)  # the first on top
@@ -147,7 +148,7 @@ def frame(ax, title="", xlabel="", ylabel=""):
 
 def whole_ticks(axis):
     """Put ticks at whole numbers only, such as layers and heads."""
-    axis.get_major_locator().set_params(integer=True)
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def powers_of_two(axis):

@@ -281,17 +281,18 @@ def draw(path, found):
     sweeps = [numbers["sweep"] for numbers in found.values() if "sweep" in numbers]
     if sweeps:
         return draw_sweep(path, sweeps)
-    with figure_of(path, [3.8], [5.5]) as ((ax,),):
+    with figure_of(path, [5], [8]) as ((ax,),):
         for place, numbers in found.items():
             for part in numbers["lengths"]:
-                points = {}
-                for form, figures in part["forms"].items():
-                    if form != "soft":
-                        points[form] = figures["speed"], figures["perplexity"]
+                points = sorted(
+                    (figures["speed"], figures["perplexity"], form)
+                    for form, figures in part["forms"].items()
+                    if form != "soft"
+                )
+                speeds, perplexities, _ = zip(*points, strict=True)
                 label = f"{Path(place).name}, T={part['length']}"
-                ax.plot(*zip(*points.values(), strict=True), "o", label=label)
-                ordered = sorted(zip(points.values(), points, strict=True))
-                for i, (point, form) in enumerate(ordered):
+                ax.plot(speeds, perplexities, "o", label=label)
+                for i, (*point, form) in enumerate(points):
                     offset = (4, -11) if i % 2 else (4, 4)  # by speed, above and below the dots
                     ax.annotate(form, point, offset, textcoords="offset points", fontsize=8)
         ax.margins(x=0.15)

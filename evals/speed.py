@@ -222,17 +222,15 @@ def draw(path, numbers):
     lengths, memory = numbers["lengths"], numbers["memory_mb"]
     panels = {
         "attention, forward and backward (ms)": {
-            name: (lengths, [rows[name]["ms"] for rows in lengths.values()]) for name in memory
+            name: ([*lengths], [rows[name]["ms"] for rows in lengths.values()]) for name in memory
         },
         "its memory for one sequence (MiB)": {
-            name: (line, line.values()) for name, line in memory.items()
+            name: ([*line], [*line.values()]) for name, line in memory.items()
         },
     }
     with figure_of(path, [4], [4.5] * 2) as axes:
         for ax, (title, curves) in zip(axes[0], panels.items(), strict=True):
-            line_panel(
-                ax, {name: map(list, curve) for name, curve in curves.items()}, title, "tokens"
-            )
+            line_panel(ax, curves, title, "tokens")
             powers_of_two(ax.xaxis)
             ax.set_yscale("log")
 
