@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 STEPS, BATCH, T, C = 500, 48, 32, 64  # training steps, sequences a step, tokens, channels
 SYMBOLS, TRIGGERS, BOS = 64, 5, 64  # symbols are 0 to 63, triggers 0 to 4; BOS comes first
-COUNT = torch.arange(1, T + 1)  # how many keys each row sees: its own and all before it
+COUNT = torch.arange(1, T + 1)  # row i sees i keys: its own and all before it
 RULES = {  # s (B, T, T), seen (T, T), t = tau / COUNT (T, 1) -> weights (B, T, T)
     "softmax": lambda s, seen, t: s.softmax(-1),
     "sparsemax": lambda s, seen, t: (s - ((s.sort(descending=True)[0].cumsum(-1) - 1) / COUNT)
                                      .amax(-1, True)).relu(),
-    "elastic": lambda s, seen, t: (s.softmax(-1) - t).relu() * seen,
+    "elastic": lambda s, seen, t: (s.softmax(-1) - t).relu(),
     "softpick": lambda s, seen, t: F.normalize(s.expm1() * seen, p=1, dim=-1).relu(),
     "sigmoid": lambda s, seen, t: (s - s.new_tensor(T).log()).sigmoid()}
 
@@ -45,7 +45,7 @@ class Model(nn.Module):
         q, k, v = self.c_attn(self.ln_1(x)).chunk(3, -1)  # (B, T, C)
         seen = torch.ones(T, T, dtype=torch.bool).tril()
         s = (q @ k.mT / C**0.5).masked_fill(~seen, -1e9)  # finite, and exp(-1e9) is 0
-        w = self.rule(s, seen, self.tau / COUNT[:, None])  # (B, T, T)
+        w = self.rule(s, seen, self.tau / COUNT[:, None]) * seen  # (B, T, T)
         return self.lm_head(self.ln_f(x + self.c_proj(w @ v))), w, v
 
 
@@ -64,8 +64,8 @@ def main(rule, seed):
     logits, w, v = model(x)
     copy, idle = x < TRIGGERS, (x >= TRIGGERS) & (COUNT > 8)  # rows with a key to find; without
     shown, norm = copy.sum(-1).argmax(), v.norm(dim=-1).mean(0)  # most triggers; (T,)
-    for token, row in zip(x[shown].tolist(), (6 * w[shown]).round().int().tolist(), strict=True):
-        print("copy" if token < TRIGGERS else "idle", "".join(2 * " .:+*#@"[n] for n in row))
+    for a, row in zip(x[shown], (6 * w[shown].nan_to_num().clamp(0, 1)).round().int(), strict=True):
+        print("copy" if a < TRIGGERS else "idle", "".join(2 * " .:+*#@"[n] for n in row))
     first, total = w[..., 0][idle].mean(), w.sum(-1)[idle].mean()
     print(f"weight of idle rows: {first:.2f} on the first token, {total:.2f} in all")
     print(f"norm of the first token's value: {norm[0] / norm[1:].mean():.2f} of the others'")
