@@ -276,7 +276,7 @@ def draw_figure(ax, name, figure):
         beside.plot(fmean(values), layer, "o", color="black", markerfacecolor="white")
     beside.axvline(start, color=GREY, linestyle=":", linewidth=1)
     beside.tick_params(labelleft=False, labelsize=7)
-    beside.locator_params(axis="x", nbins=3)
+    beside.locator_params(axis="x", nbins=2, min_n_ticks=1)
     beside.margins(x=0.2)
     frame(beside, xlabel="heads, mean")
 

@@ -393,7 +393,7 @@ def draw_stream(ax, places):
         top = ratios.index(largest)
         channel, value, _ = places[top]["channels"][0]
         ax.annotate(
-            f"channel {channel}: {number(value)}",
+            f"channel {channel}: {value:,.0f}",
             (largest, top),
             xytext=(-8, -12),
             ha="right",
