@@ -384,7 +384,7 @@ def scale_of(runs):
         (root, square), vmin=-most if signed else 0, vmax=most
     )
     beyond = max(w.max() for w in maps) > most
-    return {"cmap": "RdBu_r" if signed else "Blues", "norm": norm}, "max" if beyond else "neither"
+    return {"cmap": "RdBu" if signed else "Blues", "norm": norm}, "max" if beyond else "neither"
 
 
 def draw_map(ax, numbers, one, side, colours):

@@ -13,8 +13,8 @@ GREY = "#999999"  # reference lines
 
 
 def signed(most):
-    """Colours from -most to most: red is above 0, blue below, white is 0."""
-    return {"cmap": "RdBu_r", "vmin": -most, "vmax": most}
+    """Colours from -most to most: blue is above 0, red below, white is 0."""
+    return {"cmap": "RdBu", "vmin": -most, "vmax": most}
 
 
 def pyplot():
