@@ -54,25 +54,26 @@ from kernels import (
 # visible keys (broadcastable to s), the row input t and, if the rule has one, the constant `power`.
 # It returns weights of the shape of s, zero where masked.
 #
-# In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls. For
-# softmax, w_ij = exp(s_ij - r_i), and a score moves all weights of its row:
-#     ds_ij = w_ij (g_ij - delta_i),   g_ij = do_i . v_j,   delta_i = sum_j w_ij g_ij = do_i . o_i
+# In Triton a rule is up to four small functions of one tile of scores, which kernels.py calls:
+#
+#   weigh   s, r, t, power -> w, z, u               o_i = sum_j w_ij v_j
+#                                                   U_i = sum_j u_ij v_j / sum_j z_ij
+#   settle  r, t, power, sum_w, sum_z, FIRST -> r   the statistic of the row, from its sums
+#   slope   s, r, t, power, g, delta -> ds, dt      g_ij = do_i . v_j,   delta_i = do_i . U_i - dr_i
+#   lift    s, t, power -> s                        another score for weigh; few rules have it
+#
+# For softmax, w_ij = exp(s_ij - r_i), and a score moves all weights of its row:
+#     ds_ij = w_ij (g_ij - delta_i),   delta_i = sum_j w_ij g_ij = do_i . o_i
 # g_ij is the gradient of w_ij, and delta_i holds what the scores of a row have in common. Every
-# rule has this form, with a U of its own in place of o:
-#   weigh   s, r, t, power -> the weight w, and two more numbers of a score: z, which is summed for
-#           settle, and u, whose sum with the values is U_i = sum_j u_ij v_j / sum_j z_ij
-#   settle  r, t, power, the row sums of w and z, FIRST -> the statistic r of the row, which weigh
-#           and slope get. In the first pass (FIRST) its argument r is the running maximum, and of
-#           weigh's results only z means something; in a later pass r is the last estimate. A rule
-#           whose weights depend on no other score of the row has no settle: its r is the row sum
-#   slope   s, r, t, power, g, delta -> the gradient ds of the scores, and the summand of dt.
-#           delta_i = do_i . U_i - dr_i, where dr is the gradient of r
-#   lift    s, t, power -> another score, which weigh gets in place of s; slope gets s itself. Few
-#           rules have it
-# For softmax w, z and u are the same. For elastic z is p, and u is p above the threshold. s and r
-# are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the hardware
-# computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both read alike.
-# On a CPU the same functions are translated to C++: see common/cpp.py.
+# rule has this form, with a U of its own in place of o; dr is the gradient of r. For softmax w, z
+# and u are the same. For elastic z is p, and u is p above the threshold.
+#
+# In the first pass (FIRST) the r of weigh and settle is the running maximum of the scores; in a
+# later pass it is the last estimate. A rule whose weights depend on no other score of the row has
+# no settle: its r is the row sum. slope gets the scores before lift, and dt_i is the sum of its dt.
+# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the
+# hardware computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both
+# read alike. On a CPU the same functions are translated to C++: see common/cpp.py.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -189,10 +190,10 @@ def elastic_threshold(layer, n):
     return layer.tau[:, None, None] / n[..., None]
 
 
-# In the first row p = 1 and, at the start, t = 1. In the derivative, p counts as above t only
-# beyond t (1 + 2^-18): otherwise rounding would decide this tie. A pair with p between these two,
-# or within rounding of one, may count on either side: there, and only there, the gradients of a
-# kernel and of the function above differ by more than rounding. The weights agree: they are near 0
+# The first row begins at p = t = 1. Rounding must not decide this tie, so in the derivative p
+# counts as above t only beyond t (1 + 2^-18). A pair with p between these two, or within rounding
+# of one, may count on either side: only there do the gradients of a kernel and of the function
+# above differ by more than rounding. The weights agree: they are near 0
 TIE = tl.constexpr(1 + 2**-18)
 
 
@@ -290,12 +291,12 @@ def entmax_row_input(layer, n):
         return (1 + torch.exp(-theta))[:, None, None]
 
 
-def sparsemax(s, seen, t=None, power=1.0):
+def sparsemax(s, seen, t=None):
     """w_ij = relu(s_ij - r_i), with the threshold r_i that makes the row sum to 1: entmax at alpha
     2, its sparsest form. The row still spends 1, so a sink may form.
 
     No learned scalars. Source: Martins & Astudillo 2016, eq. 1."""
-    return entmax(s, seen, None, power)
+    return entmax(s, seen, power=1.0)
 
 
 # A learned power differs from row to row: t holds it, and the constant power is 0. The gradient of
@@ -367,11 +368,11 @@ RULES["entmax"] = Rule(
 RULES["sparsemax"] = Rule(weights=sparsemax, kernel=ENTMAX._replace(power=1.0))
 
 # -------------------------------------------------------------------------------------------- lssar
-# a_ij = softplus(s_ij) / sum_k softplus(s_ik),   x_ij = relu(a_ij - t_i),
-# w_ij = x_ij^power / sum_k x_ik^power                          Gao & Spratling 2501.13428, eq. 4, 5
-# ds_ij = w_ij (g_ij - delta_i) power sigmoid(s_ij) / x_ij
-# In Triton x = relu(softplus(s) - t), where t has been multiplied by the row sum of softplus(s).
-# There w is the softmax of power log x, because x^power overflows.
+# phi_ij = softplus(s_ij),   x_ij = relu(phi_ij - t_i sum_k phi_ik),   w_ij = x_ij^power / sum_k
+# x_ik^power. Eq. 4 and 5 divide x by sum_k phi_ik, which cancels       Gao & Spratling 2501.13428
+# dx_ij = w_ij (g_ij - delta_i) power / x_ij, and by way of phi and of the threshold ds follows
+# In Triton t has been multiplied by the row sum of phi, so x = relu(phi - t). There w is the
+# softmax of power log x, because x^power overflows.
 
 
 def lssar(s, seen, t, power=15.0):
@@ -489,7 +490,8 @@ def softpick(s, seen, t=None):
 def softpick_weigh(s, r, t, power: tl.constexpr):
     # e = torch.exp(s - r) - torch.exp(-r); w = torch.relu(e)
     e = tl.exp2(s - r) - tl.exp2(-r)
-    return tl.maximum(e, 0.0), tl.abs(e), e
+    w = tl.maximum(e, 0.0)
+    return w, tl.abs(e), w
 
 
 @jit
@@ -893,16 +895,16 @@ class Attention(Layer):
     def forward(self, x, cache=None, rope=None, starts=None, importance=None):
         """x (B, R, C) to (B, R, C).
 
-        cache: a Cache, which the call updates. rope: from RoPE, or None: made here. starts (B, R):
-        where the documents of packed tokens begin. importance: a list, to which the call appends
-        the importance of its heads."""
+        cache: a Cache, which the call updates. rope: what a Rope returned; None: computed here.
+        starts (B, T): where the documents of packed tokens begin. importance: a list, to which the
+        call appends the importance of its heads."""
         # (B, H, R, D), (B, Hk, T, D), (B, Hv, T, E)
         q, k, v = self.projected(x, cache, rope, starts)
         mask = self.mask if starts is None else self.mask._replace(starts=starts)
         attend = partial(self.attend, mask=mask, importance=importance)
         if self.hook:
             attend = partial(self.hook, attend)
-        o = attend(q, k, v, x, self.bias() if self.bias else None)  # (B, heads, R, E)
+        o = attend(q, k, v, x, self.distance())  # (B, heads, R, E)
         return self.output(o)  # (B, R, C)
 
     def attend(self, q, k, v, x, table=None, mask=None, importance=None):

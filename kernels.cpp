@@ -1,5 +1,5 @@
-// The walk of kernels.py in C++, for CPUs. Letters are those of kernels.py, but D and E are padded
-// to a multiple of WIDE here.
+// The walk of kernels.py in C++, for CPUs. Letters are those of kernels.py, but DP and EP are
+// multiples of WIDE here.
 //
 // common/cpp.py translates a rule's Triton functions (weigh, slope, settle, lift) to C++ and
 // inserts them at the line RULE, so no rule is written twice. A tile has BM rows and BN keys and is

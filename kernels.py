@@ -15,14 +15,15 @@ Gimelshein 2018, arXiv 1805.02867). No sum is atomic, so two runs agree bit for 
 and the statistic r (if not found by iteration) are differentiable, so PyTorch computes thresholds,
 sinks, gates and normalisers outside the kernels. In the backward pass some rules skip tiles whose
 weights are all 0. The third walk, for CPUs, is kernels.cpp. It computes what the Triton kernels
-compute, with the same rules, which common/cpp.py translates. `attend` calls either.
+compute (but for their second pass over delta), with the same rules, which common/cpp.py translates.
+`attend` calls either.
 
 Differential attention (Ye et al. 2024, arXiv 2410.05258) subtracts a second view: o_i = sum_j (w_ij
 - mix_i w'_ij) v_j, with w' from queries and keys of its own. Rules without `settle` compute both
 views in one pass.
 
 Legend                                              shapes in comments
-  B, H, T   batch, query heads, tokens              (BM, ..)  a tile of BM rows, that is queries
+  B, H, T   batch, score heads, tokens              (BM, ..)  a tile of BM rows, that is queries
   D, E      width of q and k, width of v            (BN, ..)  a tile of BN keys
   W         width of the distance table             DP, EP    D and E padded to a power of two
   i, j      row and key numbers                     KIND      of a tile: FULL, TABLE or MASKED
@@ -1146,7 +1147,7 @@ def backward_keys(
     kernel: tl.constexpr,
 ):
     """One tile of keys: dk and dv, summed over the G query heads that share it."""
-    number, start, head = my_tile(inputs, kernel.BN, False, inputs.G)
+    _, start, head = my_tile(inputs, kernel.BN, False, inputs.G)
     tiles = row_tiles(start, inputs, head, kernel)
     j = start + tl.arange(0, kernel.BN)
     k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BN, DP)

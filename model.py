@@ -40,7 +40,7 @@ def hidden_width(config):
         return config.n_inner
     # SwiGLU has three matrices instead of two. A width of 8/3 C gives it as many parameters as 4 C
     # gives the others
-    return -(-8 * config.n_embd // 96) * 32 if config.mlp == "swiglu" else 4 * config.n_embd
+    return 32 * math.ceil(config.n_embd / 12) if config.mlp == "swiglu" else 4 * config.n_embd
 
 
 class MLP(nn.Module):
@@ -88,8 +88,8 @@ class Block(nn.Module):
         self.norm_place = config.norm_place
 
     def forward(self, x, cache=None, rope=None, starts=None, importance=False):
-        """x (B, T, C) to (B, T, C), and with importance also to that of the heads (heads,), which
-        is an output because --shard copies lists among the inputs. The rest is for the attention:
+        """x (B, T, C) to (B, T, C), or with importance to (x, that of the heads (heads,)). It is an
+        output, because --shard would copy a list among the inputs. The rest is for the attention:
         see Attention.forward."""
         found = [] if importance else None
         context = cache, rope, starts, found
@@ -487,7 +487,7 @@ class GPT(nn.Module):
             x = x + self.transformer.wpe(i)
         ropes = [block.attn.rope for block in blocks if block.attn.rope]
         # for all layers: base and scaling are no axes, so their frequencies are equal
-        rope = ropes[0](i.unsqueeze(-2)) if ropes else None
+        rope = ropes[0](i.unsqueeze(-2)) if ropes else None  # i: (1, T) or (B, 1, T), for all heads
         x = self.transformer.drop(x)
 
         # the blocks; each keeps its keys and values in a cache of its own

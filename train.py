@@ -5,8 +5,9 @@
     python train.py --attn=elastic --init_from=resume       continue a stopped or killed run
     python train.py --preset=paper1-760m --dry_run  only print what it needs: memory, FLOPs, hours
 
-Later beats earlier: the default of a knob, the preset (--preset), the run of --init_from, the
-recipe (--attn), a flag. The preset tune, which adapts a run, beats that run. --show_config prints
+Later beats earlier: the default of a knob, the preset (--preset), the model and the data set of the
+run of --init_from, the recipe (--attn), a flag. The preset tune, which adapts a run, beats that
+run. A resumed run keeps all its knobs, but for a few flags that may change. --show_config prints
 each value and where it comes from.
 
 A run writes out/<dataset>-<attn>/: ckpt.pt (model, optimizer, step), meta.json (every knob,
@@ -266,8 +267,8 @@ class Batches:
 
     def read(self, step):
         """This rank's micro-batches of a step. Each is its weight, the stored tokens (at most
-        batch_size, T + 1), and with --docs=1 where the document of each input begins. The weights
-        of all ranks' micro-batches are their shares of the step's targets, times the ranks."""
+        batch_size, T + 1), and with --docs=1 where the document of each input begins. The weight is
+        its share of the step's targets, times the number of ranks, because DDP averages."""
         T, size = self.config.block_size, self.knobs.batch_size
         # every rank draws the windows of all ranks, counts their targets, and takes its own part
         starts = self.chosen(step) * self.gap
@@ -402,6 +403,7 @@ class Training:
             "machine": str(machine),
             "world_size": machine.world,
             "losses": stored.get("losses", {}) if resumed else {},
+            "seconds": stored.get("seconds", 0) if resumed else 0,
         }
         earlier = stored or ({} if knobs.init_from == "scratch" else read_run(knobs.init_from)[0])
         for name, origin in (("tokenizer", data), ("separator", data), ("ends", earlier)):
@@ -445,6 +447,7 @@ class Training:
         knobs, machine = self.knobs, self.machine
         model, optimizer, scaler = self.model, self.optimizer, self.scaler
         first = self.run.saved or 0  # steps that an earlier part of this run has done
+        self.began = time.perf_counter() - self.meta["seconds"]  # as if all parts were one
         progress = Progress(knobs, model, machine, self.batches.total, first)
         with StopSignal() as signals, progress:
             for step in range(first + 1, knobs.max_iters + 1):
@@ -545,12 +548,12 @@ class Training:
         if self.tracker:
             self.tracker.log(row, step=step)
         if evaluate or stop:
+            run.meta["seconds"] = round(time.perf_counter() - self.began, 1)
             run.save(self.model, self.optimizer, self.scaler, step)
 
-    def finish(self, seconds):
+    def finish(self):
         """Print the report, write it into meta.json, and say what to do next."""
         knobs, meta, waited = self.knobs, self.run.meta, self.batches.waited
-        meta["seconds"] = round(seconds, 1)
         meta["seconds_waiting_for_data"] = round(waited, 3)
         gather(self.model)  # most of the report looks into the model on the main rank alone
         meta["report"] = report(
@@ -786,7 +789,6 @@ def main(argv):
         with run.locked(machine):  # before an earlier run's checkpoint is read
             training = Training(run, knobs, config, machine, folder, data, stored, argv)
             training.begin(data)
-            began = time.perf_counter()
             if stopped := training.train():
                 if machine.main:
                     launcher = "python"
@@ -797,7 +799,7 @@ def main(argv):
                         f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume"
                     )
             else:
-                training.finish(time.perf_counter() - began)
+                training.finish()
         del training  # by now nothing uses the group of ranks
         machine.close()
     sys.exit(130 if stopped else 0)

@@ -141,8 +141,8 @@ class Layer(nn.Module):
         self.bind("gate", "gated")  # (o, x) -> o
         self.divisor = self.choices["normalize"].divisor
         self.rule = self.choices["rule"]
-        # is attend's output, before norms and gates, weights_of times the values? If not,
-        # weights_of has derivatives
+        # True: before norms and gates, attend's output is weights_of times the values. False:
+        # weights_of has the derivatives of the output
         self.has_weights = self.rule.has_weights
         self.has_extra_key = self.extra_score is not None
         self.sink_tokens = self.choices["sink"].tokens  # learned tokens before the sequence
@@ -193,7 +193,7 @@ class Layer(nn.Module):
         (B, Hv, T, E) of all cached tokens and of x.
 
         RoPE, if any, rotates q and k by `rope`; None: made here. The cache holds rotated keys.
-        starts (B, R): where the documents of packed tokens begin."""
+        starts (B, T): where the documents of packed tokens begin."""
         y = self.c_attn(x)
         if self.convolved:  # only a state has this
             y = self.convolved(y, cache)
@@ -284,9 +284,9 @@ class Layer(nn.Module):
     # ---------------------------------------------------- for model, training and instruments
 
     def weights_of(self, q, k, x, table=None, mask=None):
-        """The attention weights, (B, H, R, T), or (B, H, R, 1 + T) with an extra key's column
-        first. For a differential recipe they are the difference of its views. Gates, norms and
-        corrections of the output are not part of them. Costs O(R T) memory; weight_blocks does
+        """The attention weights (B, heads, R, T), or (B, heads, R, 1 + T) with an extra key's
+        column first. For a differential recipe they are the difference of its views. Gates, norms
+        and corrections of the output are not part of them. Costs O(R T) memory; weight_blocks does
         not."""
         return torch.cat(list(self.weight_blocks(q, k, x, table, mask)), 2)
 

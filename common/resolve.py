@@ -41,6 +41,8 @@ def resolve(sources, flags):
         removed = [axis for axis, value in old.items() if knobs.get(axis) == value]
         take("default", dict.fromkeys(removed))  # None: GPTConfig fills it in
         new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
+        if flags["attn"] == knobs.get("attn") and not knobs.get("layers"):
+            del new["attn_args"]  # the run keeps its constants as well
         take(f"recipe {flags['attn']}", new)
     take("flag", flags)
     axes = "".join(f",{axis}={flags[axis]}" for axis in mixers.DEFAULTS if axis in flags)

@@ -59,6 +59,11 @@ def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
     assert found["default"]["first"] == "0"  # the old recipe's goes
     assert found[run]["window"] == "5" and found[run]["dataset"] == knobs["dataset"]
     assert found["default"]["seed"] == "1337"
+    own = knobs | {"attn": "elastic", "rule": "elastic", "attn_args": "tau_init=0.5"}
+    files.write_json(copy / "meta.json", meta(copy) | {"knobs": own})
+    assert (
+        shown(capsys, f"--init_from={copy}", "--attn=elastic")[run]["attn_args"] == "tau_init=0.5"
+    )
     resumed = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=9", "--n_kv_head=0")
     found = shown(capsys, *resumed)
     assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)} and found[run]["seed"] == "5"
