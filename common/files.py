@@ -21,11 +21,15 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 @contextlib.contextmanager
 def replacing(path, mode="wb"):
     """Write a file under a temporary name and rename it once it is complete: nobody ever reads half
-    a file. Temporary files of this path that killed processes have left are deleted: a checkpoint
-    may be large."""
+    a file. Temporary files of this path that killed processes have left are deleted, because a
+    checkpoint may be large. Links, folders, and files of running processes stay."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    delete_leftovers(path.parent, re.escape(path.name))
+    for left in path.parent.glob(".*.tmp"):
+        found = re.fullmatch(rf"\.{re.escape(path.name)}\.([0-9]+)\.tmp", left.name)
+        own = found and left.is_file() and not left.is_symlink()
+        if own and not is_running(int(found[1])):
+            left.unlink(missing_ok=True)
     # in the same folder, so the rename is atomic
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -42,16 +46,6 @@ def replacing(path, mode="wb"):
         raise
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def delete_leftovers(folder, names):
-    """Delete the temporary files of `replacing` that killed processes have left in a folder. names:
-    a regular expression of the final names. Links, folders, and files of running processes stay."""
-    for path in folder.glob(".*.tmp"):
-        found = re.fullmatch(rf"\.(?:{names})\.(?P<process>[0-9]+)\.tmp", path.name)
-        own = found and path.is_file() and not path.is_symlink()
-        if own and not is_running(int(found["process"])):
-            path.unlink(missing_ok=True)
 
 
 def is_running(process):

@@ -84,14 +84,7 @@ class Run:
 
     def take_lock(self):
         """Write the lock. That of a process of this host that has ended is taken over. Raises
-        ValueError if the lock is another process's, or if a symbolic link would lead out of the
-        folder."""
-        for path in (self.lock, self.folder / "old"):
-            if path.is_symlink():
-                raise ValueError(
-                    f"{path} is a symbolic link, which no run follows: remove the "
-                    "link, or name another folder with --out_dir"
-                )
+        ValueError if the lock is another process's."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as alone:
             # where this fails, only taking over can race
@@ -129,8 +122,6 @@ class Run:
         if not self.main:
             return
         with self.writing(self.saved or 0):
-            # left by a kill during a save
-            files.delete_leftovers(self.folder, r"ckpt\.pt|meta\.json|log\.csv|tokenizer\.json")
             if self.saved is None and self.checkpoint.exists():
                 numbered = (self.folder / "old" / str(n) for n in itertools.count(1))
                 old = next(path for path in numbered if not path.exists())

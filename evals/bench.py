@@ -38,7 +38,6 @@ class Bench(Knobs):
         "is 0; 0: in all heads; 1: in none (table 1 of Native MoE)",
         least=0,
     )
-    bos: bool = knob(False, "begin every context with the separator, as in training")
     length: int = knob(
         0, "tokens of the longest input; a longer one loses its beginning; 0: block_size"
     )
@@ -74,7 +73,7 @@ def command(args, run):
         )
     if not run.machine.main:  # only the first rank gets the scores
         return None, None
-    numbers = {"length": model.length, "bos": args.bos, "zero_above": args.zero_above}
+    numbers = {"length": model.length, "zero_above": args.zero_above}
     numbers["questions"], rows = {}, []
     for task, scores in found["results"].items():
         count = found["n-samples"].get(task, {}).get("effective")  # a group of tasks has none
@@ -134,7 +133,7 @@ class Answering:
 
     def __init__(self, run, args):
         super().__init__()
-        self.run, self.bos, self.batch_size = run, args.bos, args.batch_size
+        self.run, self.batch_size = run, args.batch_size
         self.length = args.length or run.model.config.block_size
         run.check_positions(self.length)
         self.coder = text_tokenizer(run)
@@ -144,9 +143,8 @@ class Answering:
     def eot_token_id(self):
         return self.coder.separator  # it also precedes a text without a context
 
-    def tok_encode(self, text, add_special_tokens=None, **_):
-        front = [self.coder.separator] if self.bos and add_special_tokens is None else []
-        return front + self.coder.encode(text).tolist()
+    def tok_encode(self, text, **_):
+        return self.coder.encode(text).tolist()
 
     def ask(self, requests):
         return answers(self.run.model, self.run.machine, requests, self.batch_size)

@@ -22,7 +22,7 @@ import numpy as np
 from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, table, whole_numbers
 from evals.likelihood import answers, generated, text_tokenizer
-from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
+from evals.pictures import GREY, figure_of, line_panel
 
 # the parts of a prompt, byte for byte, joined by newlines
 INSTRUCTION = (
@@ -37,8 +37,6 @@ QUESTION = "What is the pass key? The pass key is"
 
 LARGEST = 50_000  # keys are drawn from 1 to here
 ANSWER = 10  # tokens of an answer, for which a prompt leaves room
-DEPTHS = 5  # bins of the key's place, from the beginning to the end
-DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
 SCORES = {  # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
@@ -82,8 +80,7 @@ def command(args, run):
     # the longest first: what does not fit into memory fails at once
     for length in reversed(lengths):
         scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
-        depths = [trial.depth for trial in trials[length]]
-        rows.insert(0, summary(length, list(zip(depths, scores, strict=True))))
+        rows.insert(0, summary(length, scores))
     numbers = {
         "trials": args.trials,
         "seed": args.seed,
@@ -92,17 +89,15 @@ def command(args, run):
         "lengths": rows,
         "mean": {name: float(np.mean([row[name] for row in rows])) for name in SCORES},
     }
-    header, cells, by_depth = ["length", "trials"], [], []
+    header = ["length", "trials"]
     for title, _ in SCORES.values():
         header += [title, "+-"]
-    for row in rows:
-        length, trials, *scores = row.values()
-        cells.append([str(length), str(trials), *scores[:-1]])
-        by_depth.append([str(length), *(part["gain"] for part in row["by_depth"])])
+    cells = [
+        [str(length), str(count), *scores] for length, count, *scores in map(dict.values, rows)
+    ]
     return numbers, (
         f"trained on windows of {numbers['training_length']:,} tokens\n\n"
-        f"{table(cells, header)}\n\n{legend(dict(SCORES.values()))}\n\n"
-        f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}"
+        f"{table(cells, header)}\n\n{legend(dict(SCORES.values()))}"
     )
 
 
@@ -181,55 +176,30 @@ def is_correct(text, key):
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
 
-def summary(length, trials):
-    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth:
-    {"trials", score, score_error, ...}. Values are None if there are no trials."""
-
-    def means(group):
-        found = {"trials": len(group)}
-        for name in SCORES:
-            values = [scores[name] for _, scores in group]
-            mean, error = mean_and_error(values) if group else (None, None)
-            found |= {name: mean, f"{name}_error": error}
-        return found
-
-    parts = [[] for _ in range(DEPTHS)]
-    for depth, scores in trials:
-        parts[int(depth * DEPTHS)].append((depth, scores))
-    return {"length": length} | means(trials) | {"by_depth": list(map(means, parts))}
+def summary(length, scores):
+    """Means and errors over the trials of one length."""
+    found = {"length": length, "trials": len(scores)}
+    for name in SCORES:
+        mean, error = mean_and_error([trial[name] for trial in scores])
+        found |= {name: mean, f"{name}_error": error}
+    return found
 
 
 def draw(path, found):
     """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors
-    and dotted lines at the training lengths; below, for each run a map of the gain by length and
-    depth, with the accuracy in its cells."""
-    marks, curves, cells = set(), {name: {} for name in SCORES}, {}
+    and dotted lines at the training lengths."""
+    marks, curves = set(), {name: {} for name in SCORES}
     for place, numbers in found.items():
-        rows, trained, run = numbers["lengths"], numbers["training_length"], Path(place).name
+        rows, trained = numbers["lengths"], numbers["training_length"]
         if rows[0]["length"] <= trained <= rows[-1]["length"]:
             marks.add(trained)
         for name in SCORES:
             columns = ("length", name, f"{name}_error")
-            curves[name][run] = [[row[key] for row in rows] for key in columns]
-        parts = [[part["gain"], part["correct"]] for row in rows for part in row["by_depth"]]
-        # (2, depths, lengths)
-        cells[place] = np.array(parts, float).reshape(len(rows), DEPTHS, 2).T
-    most = max(1.0, *(np.nanmax(np.abs(gains)) for gains, _ in cells.values()))
+            curves[name][Path(place).name] = [[row[key] for row in rows] for key in columns]
     titles = "accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)"
-    with figure_of(path, [3.4] + [2.6] * -(-len(found) // 3), [4] * 3) as axes:
+    with figure_of(path, [3.4], [4] * 3) as axes:
         for ax, name, title in zip(axes[0], SCORES, titles, strict=True):
             xlabel = "tokens of prompt and answer"
             line_panel(ax, curves[name], title, xlabel, marks, legend=name == "correct")
         axes[0, 0].set_ylim(-0.03, 1.03)
         axes[0, 2].axhline(0, color=GREY, linestyle=":", linewidth=1)
-        maps = axes[1:].flatten()
-        for ax in maps[len(found) :]:
-            ax.set_axis_off()
-        for ax, (place, (gains, accuracies)) in zip(maps, cells.items(), strict=False):
-            title = f"{Path(place).name}: gain in colour, accuracy in numbers"
-            labels = {"xlabel": xlabel, "ylabel": "place of the key", "title": title}
-            image = heat_map(ax, gains, signed(most), accuracies, **labels)
-            lengths = [row["length"] for row in found[place]["lengths"]]
-            ax.set_xticks(range(len(lengths)), lengths, fontsize=8)
-            ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
-        ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")

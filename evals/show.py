@@ -7,8 +7,6 @@ python eval.py show elastic --out_dir=out/smollm2   a recipe with the sizes of t
 
 import dataclasses
 import inspect
-import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +52,8 @@ def command(args, run):
 
 
 def choices_of(layer):
-    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line, the
-    first sentence about it]; a part without a function, such as rotates=True, has no place.
-    "usual": the axes with their default."""
+    """What a layer consists of. "code": [axis, its value, a part of this choice, file:line]; a part
+    without a function, such as rotates=True, has no place. "usual": the axes with their default."""
     config = layer.config
     code = []
     usual = {}
@@ -69,9 +66,9 @@ def choices_of(layer):
             continue
         for name, part in parts_of(layer, axis).items():
             if callable(part):
-                code.append([axis, str(value), name, place(part), first_sentence(part)])
+                code.append([axis, str(value), name, place(part)])
             else:
-                code.append([axis, str(value), name and f"{name}={part}", "", ""])
+                code.append([axis, str(value), name and f"{name}={part}", ""])
     learns = {}
     for name, p in layer.named_parameters():
         if not name.startswith(("c_attn", "c_proj")):
@@ -109,20 +106,13 @@ def place(part):
     return f"{Path(inspect.getsourcefile(part)).relative_to(ROOT).as_posix()}:{number}"
 
 
-def first_sentence(function):
-    text = inspect.getdoc(getattr(function, "func", function)) or ""
-    text = " ".join(text.split("\n\n")[0].split())
-    sentence = re.split(r"(?<!et al)(?<!eq)\. ", text)[0]
-    return textwrap.shorten(sentence, 90, placeholder=" ...")
-
-
 def in_words(found):
     """A line for each part of each choice; then constants, learned tensors, axes with defaults."""
     lines = [found["recipe"], ""]
     last = None
-    for axis, value, name, where, text in found["code"]:
+    for axis, value, name, where in found["code"]:
         head = f"{axis:12} {value:10}" if axis != last else " " * 23
-        lines.append(f"{head} {name:16} {where:32} {text}".rstrip())
+        lines.append(f"{head} {name:16} {where}".rstrip())
         last = axis
     rest = {
         "constants": [f"{name}={value}" for name, value in found["args"].items()],

@@ -124,9 +124,8 @@ def main(argv):
         if public:
             path, origin = fetched(name, out.with_name("downloads"))
         source = convert(name, path, origin, out)["source"]
-        tuned = ", instruction-tuned" * source["instruction_tuned"]
         print(
-            f"{out}: {name}, from weights in {source['precision']}{tuned}; "
+            f"{out}: {name}, from weights in {source['precision']}; "
             f"licence: {source['licence'] or 'not stated'}\n"
             f"next:  python eval.py sample --out_dir={out}\n"
             f"       python eval.py probe --out_dir={out} --windows=8 --length=512"

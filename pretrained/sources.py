@@ -59,9 +59,9 @@ def explained(what):
 def opened(path):
     """(model of transformers, GPTConfig, content of its tokenizer.json, facts) of a public model.
 
-    facts: `licence`, `precision`, `instruction_tuned` (it has a chat template), and `id_hints`,
-    dicts that may name the ids that end a text. A config that model.py cannot compute is refused
-    before the weights are read. Raises ValueError."""
+    facts: `licence`, `precision`, and `id_hints`, dicts that may name the ids that end a text. A
+    config that model.py cannot compute is refused before the weights are read. Raises
+    ValueError."""
     folder, where, fields = path, {}, {}
     if path.suffix == ".gguf":
         folder, where, fields = path.parent, {"gguf_file": path.name}, gguf_fields(path)
@@ -91,24 +91,15 @@ def opened(path):
         )
     with explained(f"{path} has no tokenizer that can be read: put tokenizer.json there"):
         tokenizer = tokenizer_of(folder, where, fields)
-    card = re.search(r"^license: *(\S+)", text_of(folder / "README.md"), re.M)
-    chat = (
-        fields.get("tokenizer.chat_template"),
-        text_of(folder / "chat_template.jinja"),
-        "chat_template" in text_of(folder / "tokenizer_config.json"),
-    )
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.exists() else ""
+    licence = re.search(r"^license: *(\S+)", text, re.M)
     facts = {
-        "licence": fields.get("general.license", card and card[1]),
+        "licence": fields.get("general.license", licence and licence[1]),
         "precision": fields.get("precision", str(theirs.dtype).removeprefix("torch.")),
-        "instruction_tuned": any(chat),
         "id_hints": [their_config.to_dict(), *coders.id_hints_in(folder)],
     }
     return theirs, config, tokenizer, facts
-
-
-def text_of(path):
-    """The text of a file; empty if it does not exist."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def read_config(folder, where):

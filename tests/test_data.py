@@ -8,13 +8,23 @@ import gzip
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from bounds import close
-from conftest import ROOT, byte_pairs, contents, data_script, tiny_config, write_tokenizer
+from conftest import (
+    ROOT,
+    assert_says,
+    byte_pairs,
+    contents,
+    data_script,
+    tiny_config,
+    write_tokenizer,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -218,6 +228,32 @@ def test_shards_hold_whole_documents_in_order_and_can_be_made_in_several_calls(t
         # not written again
         assert all(path.stat().st_mtime_ns == when for path, when in written.items())
     assert contents(out) == contents(whole)
+
+
+def test_a_public_file_is_fetched_once_when_it_is_read(tmp_path, monkeypatch, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    asked = []
+
+    def fetch(*file, local_dir=None, **_):
+        asked.append(file)
+        if len(asked) < 3:
+            raise OSError("no network")
+        (path := local_dir / file[1]).parent.mkdir(parents=True)
+        pyarrow.parquet.write_table(pyarrow.table({"text": DOCUMENTS}), path)
+
+    monkeypatch.setattr("urllib.request.urlopen", fetch)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(hf_hub_download=fetch))
+    for name in ("shakespeare", "fineweb_edu"):
+        with pytest.raises(SystemExit):
+            data_script(name, "--tokenizer=bytes", "--out_dir", tmp_path / name)
+        says = "could not be fetched .no network.: run this again, or name a .* with --source"
+        assert_says(says, capsys.readouterr().err)
+    flags = "--tokenizer=bytes", "--shard_tokens=9000", "--out_dir", tmp_path / name
+    for count in (1, 2):
+        data_script(name, *flags, f"--train_shards={count}")
+    assert asked[1:] == [("HuggingFaceFW/fineweb-edu", "sample/10BT/000_00000.parquet")] * 2
+    found = sum(documents(tmp_path / name, "val", "train"), [])
+    assert found == DOCUMENTS[: len(found)]
 
 
 @pytest.mark.parametrize("first", [0, 70_000])

@@ -3,6 +3,7 @@ Damaged files: test_refusals.py."""
 
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +16,47 @@ from common import files
 
 def test_a_file_is_renamed_into_place_only_when_complete(tmp_path):
     path = tmp_path / "a.txt"
-    gone = tmp_path / f".a.txt.{1 << 22}.tmp"  # no process has this id
-    here = tmp_path / f".a.txt.{os.getppid()}.tmp"
-    gone.write_text("half")
-    here.write_text("half")
     path.write_text("before")
     with pytest.raises(KeyboardInterrupt), files.replacing(path, "w") as f:
         f.write("half")
         f.flush()
         assert path.read_text() == "before"
         raise KeyboardInterrupt
-    assert path.read_text() == "before" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["a.txt"]
     with files.replacing(path, "w") as f:
         f.write("after")
-    assert path.read_text() == "after" and sorted(os.listdir(tmp_path)) == [here.name, "a.txt"]
+    assert path.read_text() == "after" and os.listdir(tmp_path) == ["a.txt"]
+
+
+GONE = 1 << 22, 1 << 70  # no processes have these ids
+
+
+@given(
+    st.dictionaries(
+        st.tuples(
+            st.sampled_from(["a.txt", "b.txt", "old.a.txt", "a.txt.b"]),
+            st.sampled_from([*GONE, os.getppid(), "x"]),
+        ),
+        st.sampled_from(["file", "folder", "link"]),
+        max_size=9,
+    )
+)
+def test_only_temporary_files_of_killed_processes_are_deleted(tmp_path_factory, left):
+    folder = tmp_path_factory.mktemp("some")
+    kept = {"a.txt", "target"}
+    (folder / "target").touch()
+    make = {
+        "file": Path.touch,
+        "folder": Path.mkdir,
+        "link": lambda path: path.symlink_to("target"),
+    }
+    for (name, process), kind in left.items():
+        make[kind](path := folder / f".{name}.{process}.tmp")
+        if (name, kind) != ("a.txt", "file") or process not in GONE:
+            kept.add(path.name)
+    with files.replacing(folder / "a.txt", "w"):
+        pass
+    assert {path.name for path in folder.iterdir()} == kept
 
 
 def test_too_little_memory_is_reported_in_one_line_and_an_error_raised_with_traceback_1(

@@ -120,9 +120,13 @@ def tokens_of(path):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if documented and ast.get_docstring(node) is not None:
             docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = [token.start[0] for token in tokens if token.type not in LAYOUT]
-    return [line for line in lines if line not in docstrings]
+    lines, inside = [], 0  # an f-string, of which Python 3.12 and later also return the parts
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if not inside and token.type not in LAYOUT and token.start[0] not in docstrings:
+            lines.append(token.start[0])
+        name = tokenize.tok_name[token.type]
+        inside += (name == "FSTRING_START") - (name == "FSTRING_END")
+    return lines
 
 
 @pytest.mark.parametrize("room", CEILINGS)

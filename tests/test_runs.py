@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import FILES, ROOT, assert_says, complain, log_rows, train_here
+from conftest import FILES, ROOT, assert_says, log_rows, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,37 +20,6 @@ from common.runs import Run, read_run
 
 MACHINE = SimpleNamespace(main=True, peak_flops=lambda: None, share=lambda value: value)
 GONE, HERE = 1 << 22, socket.gethostname()  # no process has this id
-
-
-@given(
-    st.dictionaries(
-        st.tuples(
-            st.sampled_from([*FILES, "tokenizer.json", "lock", "bashrc", "old.ckpt.pt"]),
-            st.sampled_from([GONE, os.getppid(), 1 << 70, "x"]),
-        ),
-        st.sampled_from(["file", "folder", "link"]),
-        max_size=9,
-    )
-)
-def test_a_run_deletes_only_its_own_temporary_files_that_killed_processes_left(
-    tmp_path_factory, left
-):
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "target").touch()
-    kept = {"log.csv", "meta.json", "target"}
-    for (name, process), kind in left.items():
-        path = folder / f".{name}.{process}.tmp"
-        if kind == "file":
-            path.touch()
-        elif kind == "folder":
-            path.mkdir()
-        else:
-            path.symlink_to("target")
-        own = name in (*FILES, "tokenizer.json") and process in (GONE, 1 << 70)
-        if not (own and kind == "file"):
-            kept.add(path.name)
-    Run(folder, MACHINE).begin({})
-    assert {path.name for path in folder.iterdir()} == kept
 
 
 USUAL = {
@@ -83,17 +52,6 @@ def test_a_run_of_an_earlier_version_is_read_unless_it_has_what_is_gone(copy):
             read_run(copy)
     files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL})
     train_here(f"--out_dir={copy}", "--init_from=resume", "--max_iters=9")
-
-
-@pytest.mark.parametrize("name", ["lock", "old"])
-def test_a_run_follows_no_link_out_of_its_folder(name, copy, tmp_path, elastic_run, capsys):
-    (tmp_path / "target/mine").mkdir(parents=True)
-    (copy / name).symlink_to(tmp_path / "target")
-    flags = "--init_from=resume", f"--out_dir={copy}", "--max_iters=9"
-    _, err = complain(train_script.main, capsys, *flags)
-    assert_says(f"copy/{name} is a symbolic link, .*: remove the link, or name another", err)
-    assert [*(tmp_path / "target").iterdir()] == [tmp_path / "target/mine"]
-    assert all((copy / file).read_bytes() == (elastic_run / file).read_bytes() for file in FILES)
 
 
 @given(

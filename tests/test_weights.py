@@ -280,12 +280,10 @@ def test_a_run_names_its_source_and_ids_and_comes_back_from_half_precision_bit_f
     ]
     files.write_json(hub / "tokenizer.json", SPEECH | {"added_tokens": added})
     (hub / "README.md").write_text("---\nlicense: cc0-1.0\n---\n")
-    (hub / "chat_template.jinja").write_text("{{ messages }}")
     ours = converted(hub, run)
     found = meta(run)
-    names = {"name": "hub", "from": str(hub), "licence": "cc0-1.0"}
-    about = {"precision": "bfloat16", "instruction_tuned": True}
-    assert found["source"] == ids | names | about
+    about = {"name": "hub", "from": str(hub), "licence": "cc0-1.0", "precision": "bfloat16"}
+    assert found["source"] == ids | about
     assert (found["tokenizer"], found["separator"], {*found["ends"]}) == ("hub", 7, {3, 7, 8, 9})
     assert_same_logits(ours, exact(theirs))
     convert.main(["export", str(run), str(back)])
