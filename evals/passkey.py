@@ -37,6 +37,8 @@ QUESTION = "What is the pass key? The pass key is"
 
 LARGEST = 50_000  # keys are drawn from 1 to here
 ANSWER = 10  # tokens of an answer, for which a prompt leaves room
+DEPTHS = 5  # bins of the key's place, from the beginning to the end
+DEPTH_NAMES = [f"{100 * i // DEPTHS}-{100 * (i + 1) // DEPTHS} %" for i in range(DEPTHS)]
 SCORES = {  # {score of a trial: (name in the table, meaning)}
     "correct": ("accuracy", "share of the greedy answers that are the key"),
     "log_likelihood": ("log-likelihood", "log-likelihood of the key after the prompt, in nats"),
@@ -80,7 +82,8 @@ def command(args, run):
     # the longest first: what does not fit into memory fails at once
     for length in reversed(lengths):
         scores = scores_of(run.model, run.machine, coder, trials[length], args.batch_size)
-        rows.insert(0, summary(length, scores))
+        depths = [trial.depth for trial in trials[length]]
+        rows.insert(0, summary(length, list(zip(depths, scores, strict=True))))
     numbers = {
         "trials": args.trials,
         "seed": args.seed,
@@ -89,15 +92,17 @@ def command(args, run):
         "lengths": rows,
         "mean": {name: float(np.mean([row[name] for row in rows])) for name in SCORES},
     }
-    header = ["length", "trials"]
+    header, cells, by_depth = ["length", "trials"], [], []
     for title, _ in SCORES.values():
         header += [title, "+-"]
-    cells = [
-        [str(length), str(count), *scores] for length, count, *scores in map(dict.values, rows)
-    ]
+    for row in rows:
+        length, trials, *scores = row.values()
+        cells.append([str(length), str(trials), *scores[:-1]])
+        by_depth.append([str(length), *(part["gain"] for part in row["by_depth"])])
     return numbers, (
         f"trained on windows of {numbers['training_length']:,} tokens\n\n"
-        f"{table(cells, header)}\n\n{legend(dict(SCORES.values()))}"
+        f"{table(cells, header)}\n\n{legend(dict(SCORES.values()))}\n\n"
+        f"gain, by the place of the key in the text\n\n{table(by_depth, ['length', *DEPTH_NAMES])}"
     )
 
 
@@ -176,13 +181,22 @@ def is_correct(text, key):
     return text.strip() == str(key) or number is not None and int(number[0]) == key
 
 
-def summary(length, scores):
-    """Means and errors over the trials of one length."""
-    found = {"length": length, "trials": len(scores)}
-    for name in SCORES:
-        mean, error = mean_and_error([trial[name] for trial in scores])
-        found |= {name: mean, f"{name}_error": error}
-    return found
+def summary(length, trials):
+    """Means and errors over the trials of one length, [(depth, scores)], over all and by depth:
+    {"trials", score, score_error, ...}. Values are None if there are no trials."""
+
+    def means(group):
+        found = {"trials": len(group)}
+        for name in SCORES:
+            values = [scores[name] for _, scores in group]
+            mean, error = mean_and_error(values) if group else (None, None)
+            found |= {name: mean, f"{name}_error": error}
+        return found
+
+    parts = [[] for _ in range(DEPTHS)]
+    for depth, scores in trials:
+        parts[int(depth * DEPTHS)].append((depth, scores))
+    return {"length": length} | means(trials) | {"by_depth": list(map(means, parts))}
 
 
 def draw(path, found):

@@ -98,9 +98,21 @@ def test_scores_are_those_of_the_answers_one_by_one(elastic_run, monkeypatch):
     assert sorted(heard) == sorted(said)
 
 
-@given(st.lists(st.integers(-3, 3), min_size=1, max_size=9))
-def test_a_summary_has_means_and_errors_of_all_trials(values):
-    found = passkey.summary(500, [dict.fromkeys(passkey.SCORES, value) for value in values])
-    error = statistics.stdev(values) / math.sqrt(len(values)) if values[1:] else None
-    expected = [len(values), statistics.mean(values), error]
-    close([found[name] for name in ("trials", "gain", "gain_error")], expected, size=3.0)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1, exclude_max=True), st.integers(-3, 3)), min_size=1, max_size=9
+    )
+)
+def test_a_summary_has_means_and_errors_of_all_trials_and_of_each_fifth_of_the_text(rows):
+    found = passkey.summary(
+        500, [(depth, dict.fromkeys(passkey.SCORES, value)) for depth, value in rows]
+    )
+    parts = [[value for depth, value in rows if i <= 5 * depth < i + 1] for i in range(5)]
+    parts.insert(0, [value for _, value in rows])
+    for group, part in zip([found, *found["by_depth"]], parts, strict=True):
+        error = statistics.stdev(part) / math.sqrt(len(part)) if part[1:] else None
+        close(
+            [group[name] for name in ("trials", "gain", "gain_error")],
+            [len(part), statistics.mean(part) if part else None, error],
+            size=3.0,
+        )
