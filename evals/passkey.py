@@ -22,7 +22,7 @@ import numpy as np
 from common.flags import Knobs, knob
 from evals.instrument import legend, mean_and_error, table, whole_numbers
 from evals.likelihood import answers, generated, text_tokenizer
-from evals.pictures import GREY, figure_of, line_panel
+from evals.pictures import GREY, figure_of, heat_map, line_panel, signed
 
 # the parts of a prompt, byte for byte, joined by newlines
 INSTRUCTION = (
@@ -201,19 +201,35 @@ def summary(length, trials):
 
 def draw(path, found):
     """Draw accuracy, log-likelihood and gain by length, a line for each run, with standard errors
-    and dotted lines at the training lengths."""
-    marks, curves = set(), {name: {} for name in SCORES}
+    and dotted lines at the training lengths; below, for each run a map of the gain by length and
+    depth, with the accuracy in its cells."""
+    marks, curves, cells = set(), {name: {} for name in SCORES}, {}
     for place, numbers in found.items():
-        rows, trained = numbers["lengths"], numbers["training_length"]
+        rows, trained, run = numbers["lengths"], numbers["training_length"], Path(place).name
         if rows[0]["length"] <= trained <= rows[-1]["length"]:
             marks.add(trained)
         for name in SCORES:
             columns = ("length", name, f"{name}_error")
-            curves[name][Path(place).name] = [[row[key] for row in rows] for key in columns]
+            curves[name][run] = [[row[key] for row in rows] for key in columns]
+        parts = [[part["gain"], part["correct"]] for row in rows for part in row["by_depth"]]
+        # (2, depths, lengths)
+        cells[place] = np.array(parts, float).reshape(len(rows), DEPTHS, 2).T
+    most = max(1.0, *(np.nanmax(np.abs(gains)) for gains, _ in cells.values()))
     titles = "accuracy", "log-likelihood of the key (nats)", "gain of the key (nats)"
-    with figure_of(path, [3.4], [4] * 3) as axes:
+    with figure_of(path, [3.4] + [2.6] * -(-len(found) // 3), [4] * 3) as axes:
         for ax, name, title in zip(axes[0], SCORES, titles, strict=True):
             xlabel = "tokens of prompt and answer"
             line_panel(ax, curves[name], title, xlabel, marks, legend=name == "correct")
         axes[0, 0].set_ylim(-0.03, 1.03)
         axes[0, 2].axhline(0, color=GREY, linestyle=":", linewidth=1)
+        maps = axes[1:].flatten()
+        for ax in maps[len(found) :]:
+            ax.set_axis_off()
+        for ax, (place, (gains, accuracies)) in zip(maps, cells.items(), strict=False):
+            title = f"{Path(place).name}: gain in colour, accuracy in numbers"
+            labels = {"xlabel": xlabel, "ylabel": "place of the key", "title": title}
+            image = heat_map(ax, gains, signed(most), accuracies, **labels)
+            lengths = [row["length"] for row in found[place]["lengths"]]
+            ax.set_xticks(range(len(lengths)), lengths, fontsize=8)
+            ax.set_yticks(range(DEPTHS), DEPTH_NAMES, fontsize=8)
+        ax.figure.colorbar(image, ax=maps.tolist(), label="gain (nats)")

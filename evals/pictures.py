@@ -68,11 +68,13 @@ def heat_map(
     cells,  # (rows, columns)
     colours,
     numbers=None,  # (rows, columns)
+    xlabel="head",
+    ylabel="layer",
     title="",
     bar=None,
 ):
-    """Draw layers (down) by heads (across) as colours, with a number in each cell if `numbers` are
-    given. None in either stays empty. bar: the label of a colour bar, None for no bar."""
+    """Draw cells as colours, with a number in each cell if `numbers` are given. None in either
+    stays empty. bar: the label of a colour bar, None for no bar. Returns the image."""
     cells = np.array(cells, float)  # None becomes nan
     image = ax.imshow(cells, aspect="auto", **colours)
     if numbers is None:
@@ -91,10 +93,11 @@ def heat_map(
                 )
         ax.set_xticks(range(cells.shape[1]))
         ax.set_yticks(range(cells.shape[0]))
-    ax.set(xlabel="head", ylabel="layer")
+    ax.set(xlabel=xlabel, ylabel=ylabel)
     ax.set_title(title, fontsize=10)
     if bar is not None:
         ax.figure.colorbar(image, ax=ax, label=bar)
+    return image
 
 
 def line_panel(ax, curves, title, xlabel, marks=(), legend=True):
