@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import socket
 import time
 import weakref
 
@@ -42,14 +43,16 @@ class Machine:
 
     def __init__(self, device="auto", dtype="auto"):
         # torchrun sets these; without it there is one rank
-        usual = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
-        self.rank, self.local_rank, self.world = (
-            int(os.environ.get(name, value)) for name, value in usual.items()
-        )
-        if not 0 <= self.rank < self.world:
+        usual = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        given = {name: os.environ.get(name, value) for name, value in usual.items()}
+        numbers = [int(text) if text.isdecimal() else -1 for text in given.values()]
+        self.rank, self.local_rank, self.world = numbers
+        alone = self.world > 1 and "RANK" not in os.environ
+        if not 0 <= self.rank < self.world or self.local_rank < 0 or alone:
+            words = " ".join(f"{name}={os.environ.get(name, 'not set')}" for name in usual)
             raise ValueError(
-                f"RANK={self.rank} is not in 0..WORLD_SIZE-1, and WORLD_SIZE={self.world}: let "
-                "torchrun set these variables, or unset them"
+                f"{words} name no rank: they must be whole numbers, and RANK in "
+                "0..WORLD_SIZE-1. Let torchrun set these variables, or unset them"
             )
         self.main = self.rank == 0  # the rank that prints and writes
         if self.world > 1 or "STARTED_BY" in os.environ:  # by torchrun, or by an instrument
@@ -65,6 +68,7 @@ class Machine:
             # threads would then outlive close(), and now and then abort the process at its end.
             for name in ("torch.distributed.nn", "torch.distributed.fsdp"):
                 importlib.import_module(name)
+            check_launcher()
             nccl = {"backend": "nccl", "device_id": self.device}
             dist.init_process_group(**(nccl if self.device.type == "cuda" else {"backend": "gloo"}))
 
@@ -176,6 +180,21 @@ def end_with_parent():
         ctypes.CDLL("libc.so.6").prctl(set_signal_of_parents_death, signal.SIGKILL)
     if os.environ.get("STARTED_BY", str(os.getppid())) != str(os.getppid()):
         raise ValueError("the command that started this one has ended")
+
+
+def check_launcher():
+    """Raise ValueError if torchrun has ended, since the ranks would wait half an hour for each
+    other."""
+    # rank 0 opens the port itself, later
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        socket.create_connection(place, timeout=30).close()
+    except OSError as e:
+        raise ValueError(
+            f"torchrun, which started this rank, has ended ({e}): start it again"
+        ) from None
 
 
 def pick_device(name, local_rank):

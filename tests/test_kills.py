@@ -167,3 +167,8 @@ def test_a_process_that_comes_too_late_says_that_its_parent_has_ended(monkeypatc
     monkeypatch.setenv("STARTED_BY", str(os.getpid()))
     with pytest.raises(ValueError, match="the command that started this one has ended"):
         machine.end_with_parent()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "9")
+    with pytest.raises(ValueError, match="torchrun, which started this rank, has ended"):
+        machine.check_launcher()

@@ -50,8 +50,13 @@ def test_live_memory_counts_a_storage_once_and_drops_freed_ones():
     assert (memory.now, memory.peak) == (4000, 8000)
 
 
-@pytest.mark.parametrize("rank", [-1, 1])
-def test_a_rank_that_nobody_waits_for_is_refused(rank, monkeypatch):
-    monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(ValueError, match=f"RANK={rank} is not .*WORLD_SIZE=1: .*unset them"):
+@pytest.mark.parametrize(
+    "given",
+    ["RANK=-1", "RANK=1", "RANK=", "RANK=2 WORLD_SIZE=2", "LOCAL_RANK=-2", "LOCAL_RANK=0.5"]
+    + ["WORLD_SIZE=0", "WORLD_SIZE=x", "WORLD_SIZE=2"],
+)
+def test_variables_that_name_no_rank_are_refused(given, monkeypatch):
+    for pair in given.split():
+        monkeypatch.setenv(*pair.split("="))
+    with pytest.raises(ValueError, match=f"{given.split()[-1]}.* name no rank.*unset them"):
         Machine("cpu")
