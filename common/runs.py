@@ -84,7 +84,14 @@ class Run:
 
     def take_lock(self):
         """Write the lock. That of a process of this host that has ended is taken over. Raises
-        ValueError if the lock is another process's."""
+        ValueError if the lock is another process's, or if a symbolic link would lead out of the
+        folder."""
+        for path in (self.lock, self.folder / "old"):
+            if path.is_symlink():
+                raise ValueError(
+                    f"{path} is a symbolic link, which no run follows: remove the "
+                    "link, or name another folder with --out_dir"
+                )
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as alone:
             # where this fails, only taking over can race

@@ -10,7 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import FILES, ROOT, assert_says, log_rows, train_here
+from conftest import FILES, ROOT, assert_says, complain, log_rows, train_here
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,6 +52,17 @@ def test_a_run_of_an_earlier_version_is_read_unless_it_has_what_is_gone(copy):
             read_run(copy)
     files.write_json(copy / "meta.json", meta | {"knobs": meta["knobs"] | USUAL})
     train_here(f"--out_dir={copy}", "--init_from=resume", "--max_iters=9")
+
+
+@pytest.mark.parametrize("name", ["lock", "old"])
+def test_a_run_follows_no_link_out_of_its_folder(name, copy, tmp_path, elastic_run, capsys):
+    (tmp_path / "target/mine").mkdir(parents=True)
+    (copy / name).symlink_to(tmp_path / "target")
+    flags = "--init_from=resume", f"--out_dir={copy}", "--max_iters=9"
+    _, err = complain(train_script.main, capsys, *flags)
+    assert_says(f"copy/{name} is a symbolic link, .*: remove the link, or name another", err)
+    assert [*(tmp_path / "target").iterdir()] == [tmp_path / "target/mine"]
+    assert all((copy / file).read_bytes() == (elastic_run / file).read_bytes() for file in FILES)
 
 
 @given(

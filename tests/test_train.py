@@ -5,6 +5,7 @@ import re
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -428,6 +429,48 @@ def test_the_kernel_that_a_run_names_is_the_one_that_trains(
     train(tmp_path, f"--max_iters=1 --attn=softmax --n_head=4 {flags}", data)
     assert ran == {runs}
     assert re.search(rf"computed by {runs}( \(not cpp: .*\))?\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        # micro-batches 4, 2; test_shards.py has two ranks by default
+        by_default(
+            False, "--attn=elastic --batch_size=4 --gradient_accumulation_steps=3 --eval_iters=3"
+        ),
+        by_default(
+            False,
+            "--n_head=4 --n_layer=2 --head_balance=1 --balance_skip=1 --bias=1 --batch_size=6 "
+            "--gradient_accumulation_steps=2 --eval_iters=2",
+        ),
+    ],
+)
+def test_ranks_on_two_nodes_equal_one_process_that_reads_all_sequences_at_once(
+    flags, tmp_path, data
+):
+    """Two processes with the variables that torchrun sets on two nodes. Each column of the log has
+    its own scale."""
+    with socket.create_server(("127.0.0.1", 0)) as free:  # the system names a port that nobody uses
+        port = str(free.getsockname()[1])
+    nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    two, one = tmp_path / "2", tmp_path / "1"
+    ranks = [
+        subprocess.Popen(
+            command("train.py", *TINY, f"--dataset={data}", f"--out_dir={two}", *flags.split()),
+            env=os.environ | nodes | {"RANK": rank},
+        )
+        for rank in "01"
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert meta(two)["world_size"] == 2
+    at_once = "--batch_size=12 --gradient_accumulation_steps=1 --eval_iters=1"
+    train(one, f"{flags} {at_once}", data)
+    assert_close_runs(two, one)
+    columns = []
+    for out in (two, one):
+        rows = [[float(x or 0) for x in row] for row in log_rows(out)[1:]]
+        columns.append(list(torch.tensor(rows).T))
+    close(*columns)
 
 
 def test_ranks_divide_the_held_out_windows_unless_each_pass_needs_all_ranks(
