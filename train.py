@@ -197,8 +197,8 @@ class DryRun(Knobs):
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
 
-def check(knobs, config, plan):
-    """Raise ValueError if knobs do not fit together. plan: a DryRun."""
+def check(knobs, config, plan, before):
+    """Raise ValueError if knobs do not fit together. plan: a DryRun. before: see main."""
     if not 0 < plan.mfu <= 1:
         raise ValueError(f"--mfu={plan.mfu} must lie in (0, 1]")
     if knobs.train_only != "all" and knobs.init_from == "scratch":
@@ -212,6 +212,13 @@ def check(knobs, config, plan):
             raise ValueError(reason)
         if knobs.docs:
             mixers.check_packs(layer)
+    places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
+    if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
+        made = (path.parent.name for path in tokens.HERE.glob("*/meta.json"))
+        raise ValueError(
+            f"unknown --dataset={knobs.dataset}: choose from "
+            f"{', '.join(sorted({*tokens.DATA_SETS, *made}))}, or name a folder by its path"
+        )
 
 
 # ------------------------------------------------------------------------------------------ batches
@@ -224,7 +231,8 @@ class Batches:
     ranks and micro-batches."""
 
     def __init__(self, split, config, knobs, machine):
-        self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
+        self.split, self.config = split, config
+        self.knobs, self.machine = knobs, machine
         self.thread = ThreadPoolExecutor(1)
         self.upcoming = {}  # {the next step: the Future of its batches}
         self.order_of = lru_cache(1)(self.order_of)  # an order holds 8 bytes a window
@@ -749,21 +757,13 @@ def main(argv):
         knobs = Train(**fields_of(Train, values))
         vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})
-        check(knobs, config, plan)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
+        before = None
         if stored:  # this run resumes that one
             before = Path(knobs.out_dir)
-        elif knobs.init_from == "scratch":
-            before = None
-        else:
+        elif knobs.init_from != "scratch":
             before = Path(knobs.init_from).parent
-        places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
-        if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
-            made = (path.parent.name for path in tokens.HERE.glob("*/meta.json"))
-            raise ValueError(
-                f"unknown --dataset={knobs.dataset}: choose from "
-                f"{', '.join(sorted({*tokens.DATA_SETS, *made}))}, or name a folder by its path"
-            )
+        check(knobs, config, plan, before)
     except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))
     if plan.show_config:
