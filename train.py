@@ -555,6 +555,17 @@ class Training:
         if evaluate or stop:
             run.save(self.model, self.optimizer, self.scaler, step)
 
+    def say_how_to_resume(self, step):
+        """Print the command that continues a run after a stop request."""
+        launcher = "python"
+        if self.machine.world > 1:
+            launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+        if self.machine.main:
+            print(
+                f"\nstopped and saved at step {step}; go on with: "
+                f"{launcher} train.py --out_dir={self.knobs.out_dir} --init_from=resume"
+            )
+
     def finish(self, seconds):
         """Print the report, write it into meta.json, and say what to do next."""
         knobs, meta, waited = self.knobs, self.run.meta, self.batches.waited
@@ -788,14 +799,7 @@ def main(argv):
             training.begin(data)
             began = time.perf_counter()
             if stopped := training.train():
-                if machine.main:
-                    launcher = "python"
-                    if machine.world > 1:
-                        launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-                    print(
-                        f"\nstopped and saved at step {stopped}; go on with: "
-                        f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume"
-                    )
+                training.say_how_to_resume(stopped)
             else:
                 training.finish(time.perf_counter() - began)
         del training  # by now nothing uses the group of ranks
