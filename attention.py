@@ -23,7 +23,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -31,7 +31,7 @@ from torch.nn import functional as F
 import kernels
 from axes import options, rows
 from axes.base import Choice, Constant, split_heads
-from axes.layer import Layer, cpp_obstacles, triton_obstacles
+from axes.layer import Layer
 from axes.positions import Distance, rotate
 from kernels import (
     BINARY,
@@ -850,27 +850,6 @@ kernels.offer(
 AXES = {"rule": RULES} | options.AXES
 
 
-@cache
-@torch.no_grad()
-def check_rows(name, power):
-    """Raise ValueError if a row of this rule has other weights alone than among others. Training
-    computes up to 128 rows at a time, and decoding one, so rows must be independent."""
-    rule = RULES[name]
-    s = torch.linspace(-2, 2, 24, dtype=torch.float64, device="cpu").cos().view(4, 6) * 3  # (R, T)
-    seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
-    t = s.new_full((4, 1), 0.5) if rule.row_input else None
-    given = {"power": power} if rule.power else {}
-    together = rule.weights(s, seen, t, **given)
-    for i in range(4):
-        row = slice(i, i + 1)
-        alone = rule.weights(s[row], seen[row], None if t is None else t[row], **given)
-        if not torch.allclose(alone, together[row]):
-            raise ValueError(
-                f"--rule={name} gives row {i} other weights alone than among other rows, but rows "
-                "must be independent: write a mixer (docs/add-your-own.md)"
-            )
-
-
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
     mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
@@ -885,11 +864,12 @@ class Attention(Layer):
             self.power = self.rule.power(self.args)
             weights = partial(self.rule.weights, power=self.power)
             self.rule = dataclasses.replace(self.rule, weights=weights)
-        check_rows(config.rule, self.power)
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
-        # what computes what kernels.cpp cannot, such as a step of decoding
-        self.beside_cpp = "sdpa" if self.plain(config) else "torch"
+        # is it softmax that torch's own fused kernel can compute?
+        self.plain = config.rule == "softmax" and not (
+            self.mix or config.window or self.extra_score or self.bias
+        )
         self.skip_dead = True  # the kernels skip tiles without weights; False to measure the gain
 
     def forward(self, x, cache=None, rope=None, starts=None, importance=None):
@@ -907,7 +887,16 @@ class Attention(Layer):
         o = attend(q, k, v, x, self.distance())  # (B, heads, R, E)
         return self.output(o)  # (B, R, C)
 
-    def attend(self, q, k, v, x, table=None, mask=None, importance=None):
+    def attend(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        v,  # (B, Hv, T, E)
+        x,  # (B, R, C)
+        table=None,
+        mask=None,
+        importance=None,
+    ):
         """Each head's output (B, heads, R, E) from rotated queries and keys, values, and the
         layer's input x.
 
@@ -925,15 +914,18 @@ class Attention(Layer):
         kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
         if kernel == "cpp" and (not whole or q.dtype == torch.float64):
-            kernel = self.beside_cpp
+            kernel = "sdpa" if self.plain else "torch"
         if kernel in ("triton", "cpp") and whole and not dropout:
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r, kernel == "cpp")
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
         else:
-            o, r = kernels.block_loop(
-                self.rule, q, k, v, t, self.scale, mask, distance, need_r, dropout
+            one_block = partial(
+                kernels.attend_block, self.rule, self.scale, mask, distance, need_r, dropout
             )
+            parts = "rows", "keys", "keys", "rows"
+            o, *r = kernels.block_loop(one_block, mask, parts, q, k, v, t)
+            r = r[0] if r else None  # (B, H, R, 1)
             o = self.combined(o, q, r, n, mix)  # (B, heads, R, E)
         if importance is not None:  # differentiable: --head_balance trains on it
             importance.append(self.importance_of_heads(q, k, x, r, n, distance, mask))
@@ -1033,7 +1025,16 @@ class Attention(Layer):
             w = F.pad(w if share is None else w * share, (keys.start, k.shape[2] - keys.stop))
             yield torch.cat([1 - share, w], -1) if self.has_extra_key else w
 
-    def importance_of_heads(self, q, k, x, r, n, distance, mask):
+    def importance_of_heads(
+        self,
+        q,  # (B, H, R, D)
+        k,  # (B, Hk, T, D)
+        x,  # (B, R, C)
+        r,  # (B, H, R, 1)
+        n,  # (.., R)
+        distance,  # a Distance, or None
+        mask,
+    ):
         """Head importance (heads,), a mean over rows: of the gate if there is one, else of 1 minus
         the weight of the extra key, or of the first key. Row 0 sees only the first key, so its
         importance is then 0. Source: The Attention Sink as Native MoE, eq. 8.
@@ -1055,55 +1056,57 @@ class Attention(Layer):
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     @staticmethod
+    @torch.no_grad()
+    def refuse(config, args, choices):
+        """The reason if a row of the rule has other weights alone than among others. Training
+        computes up to 128 rows at a time, and decoding one, so rows must be independent."""
+        rule = choices["rule"]
+        scores = torch.linspace(-2, 2, 24, dtype=torch.float64, device="cpu").cos() * 3
+        s = scores.view(4, 6)  # (R, T)
+        seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
+        t = s.new_full((4, 1), 0.5) if rule.row_input else None
+        given = {"power": rule.power(args)} if rule.power else {}
+        together = rule.weights(s, seen, t, **given)
+        for i in range(4):
+            row = slice(i, i + 1)
+            alone = rule.weights(s[row], seen[row], None if t is None else t[row], **given)
+            if not torch.allclose(alone, together[row]):
+                return (
+                    f"--rule={config.rule} gives row {i} other weights alone than among other "
+                    "rows, but rows must be independent: write a mixer (docs/add-your-own.md)"
+                )
+
+    @staticmethod
     def has_importance(config):
         """Of gates, and of the sink of one view of softmax."""
         return config.gate != "none" or (config.rule == "softmax" and config.diff == "none")
 
-    @staticmethod
-    def obstacles(config, device):
-        choices = options.chosen(config, AXES)
-        shapes = choices["diff"].heads(config.n_head, config.n_kv_head, config.head_width)
-        widest = max(width for _, width in shapes)
-        if config.first and choices["pos"].rotates:  # see Streaming
-            widest = max(widest, 2 * config.head_width)
+    def obstacles(self, device):
+        config = self.config
+        widest = max(width for _, width in self.shapes.values())
+        if config.first and self.rope:  # see Streaming
+            widest = max(widest, 2 * self.width)
         for kernel in ("triton", "cpp"):
             yield kernel, config.rule not in kernels.KERNELS, f"rule {config.rule} has no kernel"
             yield kernel, config.dropout > 0, "the kernels have no attention dropout"
-        yield from triton_obstacles(config, device, widest)
+        yield from self.triton_obstacles(device, widest)
         if not config.dropout:
-            yield from cpp_obstacles(config, device, Attention.rules_in_cpp(config))
+            yield from self.cpp_obstacles(device, self.rules_in_cpp())
         reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
-        yield "sdpa", not Attention.plain(config), reason
+        yield "sdpa", not self.plain, reason
 
-    @staticmethod
-    def rules_in_cpp(config):
+    def rules_in_cpp(self):
         """What `fused` asks of kernels.cpp: pairs (name of a rule, number of views in one call)."""
-        choices = options.chosen(config, AXES)
-        rule, normalizer = choices["rule"], choices["normalize"]
-        if config.rule not in kernels.KERNELS:
+        name, rule = self.config.rule, self.rule
+        if name not in kernels.KERNELS:
             return
         if rule.threshold_of:
             yield f"{rule.threshold_of}_sum", 1
-        power = rule.power(options.constants(config, AXES)) if rule.power else None
-        name = config.rule
-        if rule.power and power is None:
+        if rule.power and self.power is None:
             name = kernels.KERNELS[name].with_t
-        need_r = choices["sink"].extra_score or normalizer.needs_sum
-        one_call = choices["diff"].mix and not (rule.normalizes or normalizer.divisor or need_r)
-        row_sum = bool(need_r and not rule.normalizes)
-        yield kernels.full_name(name, row_sum, power), 2 if one_call else 1
-
-    @staticmethod
-    def plain(config):
-        """Is it softmax that torch's own fused kernel can compute?"""
-        choices = options.chosen(config, AXES)
-        return (
-            config.rule == "softmax"
-            and config.diff == "none"
-            and not config.window
-            and choices["sink"].extra_score is None
-            and not choices["pos"].bias
-        )
+        one_call = self.mix and not (rule.normalizes or self.divisor or self.need_r)
+        row_sum = self.need_r and not rule.normalizes
+        yield kernels.full_name(name, row_sum, self.power), 2 if one_call else 1
 
 
 class Streaming(Attention):
@@ -1122,7 +1125,7 @@ class Streaming(Attention):
         end = self.mask.first + self.mask.window - 1
         if not self.mask.first or total <= end + 1:
             return q, k, v
-        early = rotate(q, self.rope((end - i).clamp(max=0)))  # from i to end, if i is beyond
+        early = rotate(q, *self.rope((end - i).clamp(max=0)))  # from i to end, if i is beyond
         j = torch.arange(k.shape[2], device=k.device)
         if starts is not None:
             j = (j - starts)[:, None]

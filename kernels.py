@@ -122,28 +122,9 @@ def visible_count(i, mask):
 BLOCK = 128
 
 
-def block_loop(
-    rule,
-    q,  # (B, H, R, D)
-    k,  # (B, Hk, T, D)
-    v,  # (B, Hv, T, E)
-    t,  # (.., R, 1), broadcastable to (B, H, R, 1), or None
-    scale,
-    mask,
-    distance=None,
-    need_r=False,
-    dropout=0.0,
-):
-    """Attention of all query rows by one rule: output (B, H, R, E), and statistic (B, H, R, 1) if
-    need_r, else None."""
-    one_block = partial(attend_block, rule, scale, mask, distance, need_r, dropout)
-    o, *r = run_blocks(one_block, mask, ("rows", "keys", "keys", "rows"), q, k, v, t)
-    return o, r[0] if r else None
-
-
-def run_blocks(one_block, mask, parts, *tensors):
+def block_loop(one_block, mask, parts, *tensors):
     """Call one_block(positions of its rows, *its part of each tensor) for every block of rows, and
-    join the outputs.
+    join the outputs. For attention by a rule, one_block is attend_block.
 
     parts: for each tensor, which slice along axis -2 a block gets: its "rows", or the "keys" that
     they see. q and k come first. A tensor may be None. Outputs are (B, H, rows, any).
@@ -190,7 +171,7 @@ def attend_block(
     q,  # (B, H, R, D)
     k,  # (B, Hk, keys, D)
     v,  # (B, Hv, keys, E), or None
-    t,
+    t,  # (.., R, 1), broadcastable to (B, H, R, 1), or None
 ):
     """One block: the rows at positions i attend to keys. The last key is at the position of the
     last row.

@@ -198,8 +198,8 @@ class DryRun(Knobs):
     mfu: float = knob(0.4, "share of that GPU's peak FLOP/s that a dry run expects")
 
 
-def check(knobs, config, plan):
-    """Raise ValueError if knobs do not fit together. plan: a DryRun."""
+def check(knobs, config, plan, before):
+    """Raise ValueError if knobs do not fit together. plan: a DryRun. before: see main."""
     if not 0 < plan.mfu <= 1:
         raise ValueError(f"--mfu={plan.mfu} must lie in (0, 1]")
     if knobs.train_only != "all" and knobs.init_from == "scratch":
@@ -213,6 +213,13 @@ def check(knobs, config, plan):
             raise ValueError(reason)
         if knobs.docs:
             mixers.check_packs(layer)
+    places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
+    if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
+        made = (path.parent.name for path in tokens.HERE.glob("*/meta.json"))
+        raise ValueError(
+            f"unknown --dataset={knobs.dataset}: choose from "
+            f"{', '.join(sorted({*tokens.DATA_SETS, *made}))}, or name a folder by its path"
+        )
 
 
 # ------------------------------------------------------------------------------------------ batches
@@ -225,7 +232,8 @@ class Batches:
     ranks and micro-batches."""
 
     def __init__(self, split, config, knobs, machine):
-        self.split, self.config, self.knobs, self.machine = split, config, knobs, machine
+        self.split, self.config = split, config
+        self.knobs, self.machine = knobs, machine
         self.thread = ThreadPoolExecutor(1)
         self.upcoming = {}  # {the next step: the Future of its batches}
         self.order_of = lru_cache(1)(self.order_of)  # an order holds 8 bytes a window
@@ -551,6 +559,17 @@ class Training:
             run.meta["seconds"] = round(time.perf_counter() - self.began, 1)
             run.save(self.model, self.optimizer, self.scaler, step)
 
+    def say_how_to_resume(self, step):
+        """Print the command that continues a run after a stop request."""
+        launcher = "python"
+        if self.machine.world > 1:
+            launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
+        if self.machine.main:
+            print(
+                f"\nstopped and saved at step {step}; go on with: "
+                f"{launcher} train.py --out_dir={self.knobs.out_dir} --init_from=resume"
+            )
+
     def finish(self):
         """Print the report, write it into meta.json, and say what to do next."""
         knobs, meta, waited = self.knobs, self.run.meta, self.batches.waited
@@ -752,21 +771,13 @@ def main(argv):
         knobs = Train(**fields_of(Train, values))
         vocab_size = values.get("vocab_size", 0)  # 0: take it from the data set, below
         config = GPTConfig(**fields_of(GPTConfig, values) | {"vocab_size": vocab_size or 1})
-        check(knobs, config, plan)
         # the folder of the run that this one continues or starts from, whose tokenizer it shares
+        before = None
         if stored:  # this run resumes that one
             before = Path(knobs.out_dir)
-        elif knobs.init_from == "scratch":
-            before = None
-        else:
+        elif knobs.init_from != "scratch":
             before = Path(knobs.init_from).parent
-        places = [tokens.data_folder(knobs.dataset, run) for run in (None, before)]
-        if knobs.dataset not in tokens.DATA_SETS and not any(path.exists() for path in places):
-            made = (path.parent.name for path in tokens.HERE.glob("*/meta.json"))
-            raise ValueError(
-                f"unknown --dataset={knobs.dataset}: choose from "
-                f"{', '.join(sorted({*tokens.DATA_SETS, *made}))}, or name a folder by its path"
-            )
+        check(knobs, config, plan, before)
     except (ValueError, OSError) as e:  # OSError: a name that is too long for a file
         parser.error(str(e))
     if plan.show_config:
@@ -790,14 +801,7 @@ def main(argv):
             training = Training(run, knobs, config, machine, folder, data, stored, argv)
             training.begin(data)
             if stopped := training.train():
-                if machine.main:
-                    launcher = "python"
-                    if machine.world > 1:
-                        launcher = f"torchrun --nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"
-                    print(
-                        f"\nstopped and saved at step {stopped}; go on with: "
-                        f"{launcher} train.py --out_dir={knobs.out_dir} --init_from=resume"
-                    )
+                training.say_how_to_resume(stopped)
             else:
                 training.finish()
         del training  # by now nothing uses the group of ranks

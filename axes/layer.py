@@ -89,9 +89,10 @@ class Layer(nn.Module):
     refused = {}  # {axis: why the mixer does not accept its other values}
     added = ()  # names of parameters and buffers that it adds to plain attention
     retrofit = False  # can `added` be trained alone, on top of a run (--train_only)?
+    refuse = None  # config, args, choices -> why it cannot have them, or None; as Choice.refuse
     causal = True  # no row depends on later positions, in values and in gradients
     cached = True  # can be decoded step by step
-    in_blocks = False  # does it have a block loop (kernels.run_blocks), whatever the choices?
+    in_blocks = False  # does it have a block loop, kernels.block_loop, whatever the choices?
     trains = True  # False: for the evaluation of a model that was trained with softmax
     penalized, penalty = False, 0.0  # does the layer add a penalty to the loss? its value
     convolved = None  # y, cache -> y: a convolution of the projections y (B, R, sum of widths)
@@ -156,12 +157,29 @@ class Layer(nn.Module):
         self.kernels = {}  # {(type of device, autocast): which code computes the layer there}
 
     def kernel_on(self, device):
-        """The code that computes the layer on this type of device: see choose_kernel, which raises
-        ValueError if there is none. Chosen when it is first needed: it may have to be built."""
+        """Which code computes the layer on a device ("cuda", "cpu", ...) in this context of
+        autocast: "triton"; "cpp" (the same kernel, compiled for this CPU); "sdpa" (torch's own
+        fused softmax); or "torch" (the block loop). auto is the first of these that has no
+        obstacle. Chosen when it is first needed, since it may have to be built. Raises ValueError
+        if an explicit --kernel cannot compute the layer."""
         key = device, torch.is_autocast_enabled(device)
-        if key not in self.kernels:
-            self.kernels[key] = choose_kernel(self.config, device, self.obstacles)
-        return self.kernels[key]
+        if key in self.kernels:
+            return self.kernels[key]
+        cannot, kernel = self.obstacles_by_kernel(device), self.config.kernel
+        if kernel in cannot:
+            raise ValueError(f"--kernel={kernel}: {cannot[kernel]}; use auto or torch")
+        if kernel == "auto":
+            kernel = next(name for name in ("triton", "cpp", "sdpa", "torch") if name not in cannot)
+        self.kernels[key] = kernel
+        return kernel
+
+    def obstacles_by_kernel(self, device):
+        """{kernel: the first reason why it cannot compute the layer on this device}."""
+        cannot = {}
+        for kernel, holds, reason in self.obstacles(device):
+            if holds:
+                cannot.setdefault(kernel, reason)
+        return cannot
 
     def bind(self, axis, *names):
         """Make functions of the axis' value, whose first argument is a layer, methods of this
@@ -207,7 +225,7 @@ class Layer(nn.Module):
         if self.rope:
             if rope is None:
                 rope = self.rope(self.positions(x, cache, starts))
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is not None:
             k, v = self.recall(cache, k, v)
         return q, k, v
@@ -303,13 +321,32 @@ class Layer(nn.Module):
             "weights: choose a recipe of mixer attention"
         )
 
-    @staticmethod
-    def obstacles(config, device):
+    def obstacles(self, device):
         """Triples (kernel, condition under which it cannot run on this device, reason). By default
         only PyTorch can."""
-        yield "triton", True, f"mixer {config.mixer} has no kernel"
-        yield "cpp", True, f"mixer {config.mixer} has no kernel"
-        yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
+        for kernel in ("triton", "cpp"):
+            yield kernel, True, f"mixer {self.config.mixer} has no kernel"
+        yield "sdpa", True, f"it computes plain softmax only, not --attn={self.config.attn}"
+
+    def triton_obstacles(self, device, widest):
+        """Those that all Triton kernels share. widest: the width of the widest heads."""
+        yield "triton", widest > 256, "its heads are wider than 256"
+        here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
+        reason = "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
+        yield "triton", not here, reason
+        passed_over = self.config.kernel == "auto" and device != "cuda"
+        yield "triton", passed_over, "the interpreter is for tests"
+
+    def cpp_obstacles(self, device, rules):
+        """Those of kernels.cpp. rules: what it must compute, see kernels.why_not_cpp, which builds
+        it."""
+        yield "cpp", device != "cpu", "it computes on a CPU"
+        low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
+        yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
+        if self.config.kernel in ("auto", "cpp") and device == "cpu" and not low:
+            for rule, views in rules:
+                reason = kernels.why_not_cpp(rule, views)
+                yield "cpp", reason, reason
 
     def flops_per_token(self):
         """FLOPs of q.k and w.v in training, per token, as if every row saw block_size keys; without
@@ -335,46 +372,3 @@ class Layer(nn.Module):
     @staticmethod
     def cannot_learn(config):
         """The reason why a mixer would learn nothing with this config, or None."""
-
-
-def triton_obstacles(config, device, widest):
-    """The obstacles that all Triton kernels share. widest: the width of the widest heads."""
-    yield "triton", widest > 256, "its heads are wider than 256"
-    here = kernels.AVAILABLE and (device == "cuda" or kernels.INTERPRETED)
-    reason = "it needs triton and a CUDA GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU"
-    yield "triton", not here, reason
-    yield "triton", config.kernel == "auto" and device != "cuda", "the interpreter is for tests"
-
-
-def cpp_obstacles(config, device, rules):
-    """The obstacles of kernels.cpp. rules: what it must compute, see kernels.why_not_cpp, which
-    builds it."""
-    yield "cpp", device != "cpu", "it computes on a CPU"
-    low = torch.is_autocast_enabled("cpu") and torch.cpu._is_amx_tile_supported()
-    yield "cpp", low, "it computes in float32, and AMX multiplies bfloat16 much faster"
-    if config.kernel in ("auto", "cpp") and device == "cpu" and not low:
-        for rule, views in rules:
-            reason = kernels.why_not_cpp(rule, views)
-            yield "cpp", reason, reason
-
-
-def choose_kernel(config, device, obstacles):
-    """Which code computes a recipe on a device ("cuda", "cpu", ...) in this context of autocast:
-    "triton"; "cpp" (the same kernel, compiled for this CPU); "sdpa" (torch's own fused softmax); or
-    "torch" (the block loop). auto is the first of these that has no obstacle. obstacles: those of
-    its mixer. Raises ValueError if an explicit --kernel cannot compute the recipe."""
-    cannot = obstacles_by_kernel(config, device, obstacles)
-    if config.kernel == "auto":
-        return next(name for name in ("triton", "cpp", "sdpa", "torch") if name not in cannot)
-    if config.kernel in cannot:
-        raise ValueError(f"--kernel={config.kernel}: {cannot[config.kernel]}; use auto or torch")
-    return config.kernel
-
-
-def obstacles_by_kernel(config, device, obstacles):
-    """{kernel: the first reason why it cannot compute the recipe on this device}."""
-    cannot = {}
-    for kernel, holds, reason in obstacles(config, device):
-        if holds:
-            cannot.setdefault(kernel, reason)
-    return cannot

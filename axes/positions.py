@@ -131,10 +131,9 @@ def rope_frequencies(config, width):
     pairs = width // 2
     pair = torch.arange(pairs, device="cpu", dtype=torch.float32)
     frequency = float(config.rope_base) ** (-pair / pairs)
-    how, numbers = parse_rope_scaling(config.rope_scaling)
-    if not how:
+    if not config.rope_scaling:
         return frequency
-    factor, *limits = numbers
+    how, (factor, *limits) = parse_rope_scaling(config.rope_scaling)
     if how == "linear":
         return frequency / factor
     # the base grows to base * ratio^(D / (D - 2)): the fastest pair keeps its frequency, and the
@@ -171,17 +170,12 @@ class Rope:
         return pairs, whole_cos, whole_sin
 
 
-def rotate(x, rope):
-    """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position *
-    frequency_c.
-
-    rope: from a Rope. Channels are paired half by half, as in LLaMA; the last of an odd number
-    stays as it is. Source: Su et al. 2021."""
-    return Rotation.apply(x, *rope)
-
-
 class Rotation(torch.autograd.Function):
-    """Its gradient is rotated back. This takes a third of the time of autograd's own formula."""
+    """RoPE: rotate each pair of channels (x_c, x_{c + P}) of x (B, H, T, D) by the angle position *
+    frequency_c. The gradient is rotated back, in a third of the time of autograd's own formula.
+
+    pairs, cos, sin: from a Rope. Channels are paired half by half, as in LLaMA; the last of an odd
+    number stays as it is. Source: Su et al. 2021."""
 
     @staticmethod
     def forward(ctx, x, pairs, cos, sin):
@@ -196,7 +190,10 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dx):
         pairs, cos, sin = ctx.rope
-        return rotate(dx, (pairs, cos, -sin)), None, None, None
+        return rotate(dx, pairs, cos, -sin), None, None, None
+
+
+rotate = Rotation.apply
 
 
 # ------------------------------------------------------------------------------- absolute positions

@@ -6,8 +6,10 @@ mixers are listed here: a new mixer is a row of MIXERS. A new axis also needs a 
 model.GPTConfig.
 """
 
+import torch
+
 import attention
-from axes import layer, options
+from axes import options
 from axes.positions import POSITIONS
 from mixers.focus import Focus
 from mixers.performer import Performer
@@ -85,7 +87,7 @@ def check_axes(config):
     changed = [
         number for name, number in mixer.numbers.items() if getattr(config, name) != number.default
     ]
-    for choice in [*choices.values(), *changed]:
+    for choice in [*choices.values(), *changed, mixer]:
         if choice.refuse and (reason := choice.refuse(config, args, choices)):
             raise ValueError(reason)
 
@@ -141,7 +143,9 @@ def choose_kernel(config, device, importance=False):
     does not return. Raises ValueError if an explicit --kernel cannot run."""
     found = []
     for one in config.layer_configs:
-        kernel = layer.choose_kernel(one, device, MIXERS[one.mixer].obstacles)
+        with torch.device("meta"):
+            layer = layer_of(one, 0)
+        kernel = layer.kernel_on(device)
         if kernel == "sdpa" and importance and one.gate == "none":
             if config.kernel == "sdpa":
                 raise ValueError(
@@ -150,8 +154,7 @@ def choose_kernel(config, device, importance=False):
                 )
             kernel = "torch"
         if device == "cpu" and config.kernel == "auto" and kernel != "cpp":
-            cannot = layer.obstacles_by_kernel(one, device, MIXERS[one.mixer].obstacles)
-            kernel += f" (not cpp: {cannot['cpp']})"
+            kernel += f" (not cpp: {layer.obstacles_by_kernel(device)['cpp']})"
         if one.mixer == "focus" and kernel != "torch":
             kernel = f"torch ({kernel} in evaluation, where gates are hard)"
         found.append(kernel)

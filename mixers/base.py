@@ -11,7 +11,7 @@ import kernels
 from attention import LogSumExp, softmax
 from axes import options
 from axes.base import only
-from axes.layer import Layer, triton_obstacles
+from axes.layer import Layer
 from axes.outputs import GATES, OUT_NORMS, VALUE_BIASES
 from axes.positions import WITHOUT_BIAS
 from axes.queries_keys import QK_NORMS
@@ -38,12 +38,6 @@ def largest(x, k):
     """A mask of the k largest entries of x (.., N) along the last axis."""
     places = x.topk(min(k, x.shape[-1]), -1).indices  # (.., k)
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, places, True)
-
-
-def obstacles_of_kernels(config, device):
-    """The obstacles that mixers with a Triton kernel share, see Layer.obstacles."""
-    yield from triton_obstacles(config, device, config.head_width)
-    yield "sdpa", True, f"it computes plain softmax only, not --attn={config.attn}"
 
 
 class Mixer(Layer):
@@ -88,6 +82,11 @@ class Mixer(Layer):
                 f"input at every token, which decides {self.decided_by_x}"
             )
 
+    def obstacles_of_kernels(self, device):
+        """The obstacles of a mixer with a Triton kernel, see Layer.obstacles."""
+        yield from self.triton_obstacles(device, self.width)
+        yield "sdpa", True, f"it computes plain softmax only, not --attn={self.config.attn}"
+
     # ---------------------------------------------------------------- softmax over some of the keys
 
     def softmax(self, s, seen):
@@ -98,7 +97,7 @@ class Mixer(Layer):
         return w, r
 
     def block(self, weights, i, q, k, v, *parts):
-        """The output (B, H, R, E) of the rows at positions i, for kernels.run_blocks. weights: a
+        """The output (B, H, R, E) of the rows at positions i, for kernels.block_loop. weights: a
         function of i, q, k and `parts` that returns what `softmax` does."""
         w, r = weights(i, q, k, *parts)
         o = kernels.weighted_sum(w, v, self.dropout * self.training)

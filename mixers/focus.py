@@ -39,10 +39,9 @@ import kernels
 from attention import MASKED_SCORE, RULES, LogSumExp, softmax
 from axes import options
 from axes.base import Choice, Constant, Fixed, Normal, only
-from axes.layer import cpp_obstacles
 from axes.rows import SINKS, normalised_output
 from kernels import Mask, for_products, grouped, scaled_scores, visible, wide
-from mixers.base import Mixer, axes_of, largest, obstacles_of_kernels
+from mixers.base import Mixer, axes_of, largest
 
 # -------------------------------------------------------- the axis balance: how tokens find a group
 
@@ -380,7 +379,7 @@ def one_part(
         o, r = flash(q, k, v, None, scale)
     else:
         one_block = partial(masked_softmax, sets, scale, mask)
-        o, r = kernels.run_blocks(one_block, mask, ("rows", "keys", "keys"), q, k, v)
+        o, r = kernels.block_loop(one_block, mask, ("rows", "keys", "keys"), q, k, v)
     if sets is not None:
         r = r.masked_fill(without_keys(sets, local or len(sets))[:, None], MASKED_SCORE)
     return wide(o), r
@@ -396,8 +395,16 @@ def without_keys(sets, local):
     return last[number, i] <= i - local
 
 
-def masked_softmax(sets, scale, mask, i, q, k, v):
-    """`one_part` for the rows at positions i, see kernels.run_blocks."""
+def masked_softmax(
+    sets,  # (N,), or None
+    scale,
+    mask,
+    i,  # (R,)
+    q,  # (1, H, R, D)
+    k,  # (1, Hk, keys, D)
+    v,  # (1, Hk, keys, E)
+):
+    """`one_part` for the rows at positions i, see kernels.block_loop."""
     j = torch.arange(k.shape[2], device=k.device) + (i[-1] + 1 - k.shape[2])
     seen = visible(i[:, None], j, mask)
     if sets is not None:
@@ -565,7 +572,7 @@ class Focus(Mixer):
             a, b = self.gate_factors(g)
             one_block = partial(self.block, partial(self.gated_weights, mask))
             parts = "rows", "keys", "keys", "rows", "keys"
-            (o,) = kernels.run_blocks(one_block, mask, parts, q, k, v, a[:, :, -R:], b)
+            (o,) = kernels.block_loop(one_block, mask, parts, q, k, v, a[:, :, -R:], b)
         return self.postprocess(o, x[:, -R:], v)
 
     def gated_weights(self, mask, i, q, k, a, b):
@@ -627,11 +634,11 @@ class Focus(Mixer):
                 "are near and the router would learn nothing: lower --window or raise --block_size"
             )
 
-    @staticmethod
-    def obstacles(config, device):
+    def obstacles(self, device):
+        topk = self.config.topk
         reason = "the soft gate of every pair has no kernel; hard gates (--topk=N) have one"
         for kernel in ("triton", "cpp"):
-            yield kernel, not config.topk, reason
-        if config.topk:
-            yield from cpp_obstacles(config, device, [("softmax", 1)])
-        yield from obstacles_of_kernels(config, device)
+            yield kernel, not topk, reason
+        if topk:
+            yield from self.cpp_obstacles(device, [("softmax", 1)])
+        yield from self.obstacles_of_kernels(device)

@@ -134,4 +134,4 @@ class Performer(Recurrent):
         "feature": only(STATES["feature"], "none"),
     }
     added = ("directions",)
-    obstacles = staticmethod(Layer.obstacles)  # random features have no kernel
+    obstacles = Layer.obstacles  # random features have no kernel

@@ -75,7 +75,7 @@ from axes.queries_keys import FEATURES, SCALES, unit_square
 from axes.rows import NORMALIZERS, same_heads
 from kernels import wide
 from mixers import recurrent_kernels
-from mixers.base import Mixer, axes_of, obstacles_of_kernels
+from mixers.base import Mixer, axes_of
 
 # ------------------------------------------------------------------- the recurrence, token by token
 
@@ -1045,9 +1045,8 @@ class Recurrent(Mixer):
 
     # ------------------------------------------------------------------ limits
 
-    @staticmethod
-    def obstacles(config, device):
-        learns = not RULES[config.rule].has_weights
-        yield "triton", learns, f"rule {config.rule} of a state has no kernel"
+    def obstacles(self, device):
+        reason = f"rule {self.config.rule} of a state has no kernel"
+        yield "triton", not self.has_weights, reason
         yield "cpp", True, "a state is not in kernels.cpp"
-        yield from obstacles_of_kernels(config, device)
+        yield from self.obstacles_of_kernels(device)

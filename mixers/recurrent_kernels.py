@@ -162,18 +162,18 @@ def decays_of_state(inputs, head, start, left, sizes: tl.constexpr, BD: tl.const
 def decays_of_pairs(inputs, head, start, left, sizes: tl.constexpr):
     """The decay from token j to token i, 0 for j > i: (C, C), or for these channels (C, C, BD)."""
     i = tl.arange(0, sizes.C)
-    past = i[:, None] >= i[None, :]
+    causal = i[:, None] >= i[None, :]
     if inputs.c is None:
-        return tl.where(past, 1.0, 0.0)
+        return tl.where(causal, 1.0, 0.0)
     else:
         c = sums(inputs, head, start + i, left, sizes, sizes.BD)  # (C, ..)
         # decay = (c[:, None] - c[None]).exp().tril()        (minimum: later tokens would overflow)
         if sizes.channels:
             lost = tl.minimum(c[:, None, :] - c[None, :, :], 0.0)  # (C, C, BD)
-            return tl.where(past[:, :, None], tl.exp(lost), 0.0)
+            return tl.where(causal[:, :, None], tl.exp(lost), 0.0)
         else:
             lost = tl.minimum(c - tl.trans(c), 0.0)  # (C, C)
-            return tl.where(past, tl.exp(lost), 0.0)
+            return tl.where(causal, tl.exp(lost), 0.0)
 
 
 # ------------------------------------------------------------------------------ products of a chunk

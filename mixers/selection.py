@@ -378,7 +378,7 @@ class Selection(Mixer):
         else:
             one_block = partial(self.block, partial(self.row_weights, index, mask))
             parts = "rows", "keys", "keys"
-            (o,) = kernels.run_blocks(one_block, mask, parts, q, k, v)
+            (o,) = kernels.block_loop(one_block, mask, parts, q, k, v)
         return self.postprocess(o, x, v)
 
     def rule_inputs(self, q, k, v, mask, index=None):

@@ -7,7 +7,7 @@ projections, and parameters and buffers by name. Nothing here is fast, cuts anyt
 knows a derivative; autograd finds those. Not defined here: ALiBi's slopes (test_attention.py) and
 RoPE's scalings (test_weights.py).
 
-Read in this order: RULES, row_input (their thresholds), all_views, weights, finished, layer.
+Read in this order: RULES, row_input (their thresholds), all_views, weights, postprocess, layer.
 
 Shapes: B batch, H score heads, R query rows (the last R of T positions), T keys, D width of q and
 k, E width of v. Scores s and weights w are (B, H, R, T), row vectors such as a threshold t are (..,
@@ -434,10 +434,10 @@ def output(module, w, v, x):
     o = w[..., -T:] @ every_head(v, H)
     if module.config.sink == "key_value":  # When Attention Sink Emerges, table 4
         o = o + w[..., :1] * whole(module.sink_value, H, v.shape[3])[:, None]
-    return finished(module, o, x, v)
+    return postprocess(module, o, x, v)
 
 
-def finished(module, o, x, v):
+def postprocess(module, o, x, v):
     """The steps after the heads' outputs (B, H, R, E), in order."""
     c = module.config
     H, R, E = o.shape[1:]

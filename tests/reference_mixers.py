@@ -21,7 +21,7 @@ from reference import (
     extra_score,
     factor,
     featured,
-    finished,
+    postprocess,
     heads,
     weights_by_rule,
     with_extra,
@@ -41,7 +41,7 @@ def attend(module, q, k, v, x, *_):
         return reference.output(module, weights(module, q, k, x), v, x)
     run = MEMORIES.get(c.rule, linear_state)
     o = run(module, q, every_head(k, q.shape[1]), every_head(v, c.n_head), x)
-    return finished(module, o, x, v)
+    return postprocess(module, o, x, v)
 
 
 layer = partial(reference.layer, attend=attend)
@@ -54,20 +54,20 @@ def weights(module, q, k, x):
     k = every_head(k, q.shape[1])
     if c.mixer == "recurrent":  # the outputs for one-hot values
         return linear_state(module, q, k, torch.eye(T).to(x).expand(len(x), H, T, T), x)
-    past = torch.ones(T, T).tril()[-q.shape[2] :].bool()  # (R, T), for the last R queries
-    n = past.sum(-1, keepdim=True).to(x)
+    causal = torch.ones(T, T).tril()[-q.shape[2] :].bool()  # (R, T), for the last R queries
+    n = causal.sum(-1, keepdim=True).to(x)
     extra = extra_score(module, q, n)
     q = factor(module, n) * featured(module, q)
     k = featured(module, k)
     s = q @ k.mT
     if c.mixer == "focus":
-        return weights_by_rule("softmax", *with_extra(*focus(module, s, past, x), extra))
+        return weights_by_rule("softmax", *with_extra(*focus(module, s, causal, x), extra))
     if c.mixer == "selection":
-        return selection(module, extra, q, k, s, past)
+        return selection(module, extra, q, k, s, causal)
     if c.mixer == "performer":
         return random_features(module, q, k)
     if c.mixer == "routing":
-        return routing(module, q, k, s, past)
+        return routing(module, q, k, s, causal)
     raise NotImplementedError(f"define the weights of mixer {c.mixer} here")
 
 
@@ -231,7 +231,7 @@ def random_features(module, q, k):
     return w / w.sum(-1, keepdim=True)
 
 
-def routing(module, q, k, s, past):
+def routing(module, q, k, s, causal):
     """The mean over clusters of a softmax inside each. A cluster holds the queries and the keys
     whose directions are nearest to its mean. Roy et al. 2003.05997."""
     size = module.args["cluster_size"] or math.ceil(s.shape[-1] / module.args["clusters"])
@@ -240,7 +240,7 @@ def routing(module, q, k, s, past):
         near = unit(y) @ module.means.mT
         return near.argsort(2, True).argsort(2) < size
 
-    pairs = members(q).mT[..., :, None] & members(k).mT[..., None, :] & past  # (B, H, K, T, T)
+    pairs = members(q).mT[..., :, None] & members(k).mT[..., None, :] & causal  # (B, H, K, T, T)
     e = pairs * s.exp()[:, :, None]
     w = (e / e.sum(-1, keepdim=True).clamp(min=1e-300)).sum(2)
     clusters = pairs.any(-1).sum(2)  # in which a row has keys
@@ -275,21 +275,21 @@ def sinkhorn(s, iterations):
     return Q
 
 
-def focus(module, s, past, x):
+def focus(module, s, causal, x):
     """Scores gated by g_i.g_j beyond the window (eq. 2), or a mask: distant pairs share a topk
     group (eq. 3)."""
     c = module.config
     g = shares(module, x)
-    near = past.triu(1 - c.window)
+    near = causal.triu(1 - c.window)
     if c.topk and not module.training:
         member = torch.zeros_like(g).scatter(-1, g.argsort(-1, True)[..., : c.topk], 1.0)
-        return s, past & (near | (member @ member.mT > 0)[:, None])
+        return s, causal & (near | (member @ member.mT > 0)[:, None])
     gate = torch.sigmoid(module.gate_scale * (g @ g.mT - module.gate_offset))[:, None]
     gated = s + gate.log() if c.affinity == "log" else s * gate
-    return torch.where(near, s, gated), past
+    return torch.where(near, s, gated), causal
 
 
-def selection(module, extra, q, k, s, past):
+def selection(module, extra, q, k, s, causal):
     """The softmax over the keys that each row selects, row by row."""
     B, H, T, _ = s.shape
     s = s.clone()
@@ -303,7 +303,7 @@ def selection(module, extra, q, k, s, past):
         seen[b, h, i, : i + 1] = chosen
     sink, w = weights_by_rule("softmax", *with_extra(s, seen, extra)).tensor_split([-T], -1)
     # SparQ: the rest of a row's weight goes to the mean of all values
-    mean = past / past.double().sum(-1, keepdim=True) * w.sum(-1, keepdim=True)
+    mean = causal / causal.double().sum(-1, keepdim=True) * w.sum(-1, keepdim=True)
     return torch.cat([sink, mass * w + (1 - mass) * mean], -1)
 
 

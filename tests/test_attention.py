@@ -13,8 +13,8 @@ from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
 import kernels
-from attention import RULES, Attention, Rule, check_rows, softmax
-from axes.layer import Cache, choose_kernel
+from attention import RULES, Rule, softmax
+from axes.layer import Cache
 from model import GPT
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -261,21 +261,16 @@ def test_auto_chooses_a_kernel_unless_there_is_dropout_and_then_sdpa_for_plain_s
         ("cuda", "elastic", 0.1, "torch"),
         ("cuda", "softmax", 0.1, "sdpa"),
     ):
-        assert (
-            choose_kernel(tiny_config(attn=attn, dropout=dropout), device, Attention.obstacles)
-            == found
-        )
-    assert choose_kernel(tiny_config(kernel="torch"), "cpu", Attention.obstacles) == "torch"
+        assert layer(attn=attn, dropout=dropout).kernel_on(device) == found
+    assert layer(kernel="torch").kernel_on("cpu") == "torch"
     with pytest.raises(ValueError, match="dropout"):
-        choose_kernel(
-            tiny_config(attn="elastic", dropout=0.1, kernel="triton"), "cuda", Attention.obstacles
-        )
+        layer(attn="elastic", dropout=0.1, kernel="triton").kernel_on("cuda")
 
 
 def test_a_rule_whose_rows_depend_on_each_other_is_refused(monkeypatch):
     def selective(s, seen, t=None):  # what earlier rows have read counts less
         return softmax(s - s.relu().cumsum(-2), seen)
 
-    monkeypatch.setitem(RULES, "selective", Rule(weights=selective))
-    with pytest.raises(ValueError, match="--rule=selective gives row 1 .* must be independent"):
-        check_rows("selective", None)
+    monkeypatch.setitem(RULES, "softmax", Rule(weights=selective))
+    with pytest.raises(ValueError, match="--rule=softmax gives row 1 .* must be independent"):
+        tiny_config()
