@@ -1,9 +1,13 @@
 """common/machine.py: peak speeds of known GPUs, and live memory."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 
 from common.machine import LiveMemory, Machine, pick_dtype
 
@@ -60,3 +64,17 @@ def test_variables_that_name_no_rank_are_refused(given, monkeypatch):
         monkeypatch.setenv(*pair.split("="))
     with pytest.raises(ValueError, match=f"{given.split()[-1]}.* name no rank.*unset them"):
         Machine("cpu")
+
+
+@pytest.mark.parametrize(
+    "given, waits", [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+@pytest.mark.parametrize("module", ["train", "eval", "pretrained.convert"])
+def test_threads_sleep_while_they_wait_unless_the_user_decides(module, given, waits):
+    """It is decided before torch, which cannot be imported here, reads it."""
+    code = "import os, sys; sys.modules['torch'] = None\ntry: import {}\n"
+    code += "except ImportError: pass\nfinally: print(os.environ['OMP_WAIT_POLICY'])"
+    env = {name: os.environ[name] for name in os.environ if "OMP_" not in name} | given
+    argv = [sys.executable, "-c", code.format(module)]
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.stdout == f"{waits}\n"

@@ -227,17 +227,19 @@ def test_a_cache_changes_neither_logits_nor_tokens_generated_past_block_size(att
 def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cache():
     """Initial values depend on the names of tensors alone, so blocks of other models are the
     same."""
-    layers = "gated_deltanet+sink,pos=none,window=5+lazy,tau_init=0.5"
-    gpt = model(layers=layers, n_layer=5, out_norm="none")
+    layers = "lazy,tau_init=2+gated_deltanet+sink,pos=none,window=5+lazy,per_length=0"
+    flags = {"n_layer": 6, "gate": "head"}  # in all layers
+    gpt = model(layers=layers, attn_args="tau_init=0.5", **flags)
     own = (
-        {"attn": "gated_deltanet", "out_norm": "none"},
-        {"attn": "sink", "pos": "none", "window": 5},
         {"attn": "lazy", "attn_args": "tau_init=0.5"},
+        {"attn": "gated_deltanet"},
+        {"attn": "sink", "pos": "none", "window": 5},
+        {"attn": "lazy", "attn_args": "tau_init=0.5,per_length=0"},
     )
     idx = token_ids(2, 14)
     x = gpt.transformer.wte(idx)
-    for layer in range(5):
-        x = model(n_layer=5, **own[layer % 3]).transformer.h[layer](x)
+    for layer in range(6):
+        x = model(**flags, **own[layer % 4]).transformer.h[layer](x)
     logits = gpt.lm_head(gpt.transformer.ln_f(x))
     close(gpt(idx)[0], logits, dtype=torch.float32)
     close(read_in_parts(gpt, idx, 3), logits, dtype=torch.float32)

@@ -628,6 +628,7 @@ SAYS = {  # {(how a line begins, exit code): its flags => what the error says, o
         --warmup_iters=99999999999999999999 => must be below 2..31
         --layers=elastic+foo => 'foo' must be RECIPE.*softmax
         --layers=softmax*100 => must be RECIPE
+        --layers=softmax*0 => must be RECIPE
         --layers=softmax*2 => names 2 layers, and n_layer=1: raise
         --layers=elastic --attn=lazy => leave out --attn=lazy
         --layers=softmax,window=x => must be a whole number

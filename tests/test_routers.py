@@ -46,6 +46,8 @@ def test_every_form_is_measured_at_every_length(base, data, evaluate, tmp_path):
         assert part["length"] == length
         assert list(forms) == ["full", "window", "performer", "soft", "k=1", "k=4"]
         close(forms["k=4"]["loss"], forms["full"]["loss"], terms=4, dtype=torch.float32)
+        more = forms["k=1"]["loss"] - forms["full"]["loss"]
+        close(forms["k=1"]["more"], more, terms=4, dtype=torch.float32)
         assert forms["k=1"]["kept"] < forms["k=4"]["kept"] == 1 == forms["full"]["speed"]
     near = f"--window={found['window']}"
     for form, *flags in (
