@@ -1061,19 +1061,19 @@ class Attention(Layer):
         """The reason if a row of the rule has other weights alone than among others. Training
         computes up to 128 rows at a time, and decoding one, so rows must be independent."""
         rule = choices["rule"]
-        scores = torch.linspace(-2, 2, 24, dtype=torch.float64, device="cpu").cos() * 3
-        s = scores.view(4, 6)  # (R, T)
+        scores = torch.linspace(-2, 2, 48, dtype=torch.float64, device="cpu").cos() * 3
+        s = scores.view(1, 2, 4, 6)  # (B, H, R, T)
         seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
         t = s.new_full((4, 1), 0.5) if rule.row_input else None
         given = {"power": rule.power(args)} if rule.power else {}
         together = rule.weights(s, seen, t, **given)
         for i in range(4):
             row = slice(i, i + 1)
-            alone = rule.weights(s[row], seen[row], None if t is None else t[row], **given)
-            if not torch.allclose(alone, together[row]):
+            part = s[:, :1, row], seen[row], None if t is None else t[row]
+            if not torch.allclose(rule.weights(*part, **given), together[:, :1, row]):
                 return (
-                    f"--rule={config.rule} gives row {i} other weights alone than among other "
-                    "rows, but rows must be independent: write a mixer (docs/add-your-own.md)"
+                    f"--rule={config.rule} gives row {i} other weights alone than among other rows "
+                    "and heads, but they must be independent: write a mixer (docs/add-your-own.md)"
                 )
 
     @staticmethod

@@ -104,7 +104,7 @@ class Board(Knobs):
                 f"--seeds={self.seeds}: {TRIAL} only chooses the learning rate, so give others"
             )
         rates_of(self)
-        if (self.dataset or self.train_args) and self.out_dir == Board.out_dir:
+        if not is_own(self) and self.out_dir == Board.out_dir:
             raise ValueError(
                 "--dataset and --train_args make other runs: give them a folder of "
                 "their own with --out_dir"
@@ -112,7 +112,16 @@ class Board(Knobs):
 
 
 def names_of(args):
-    return [*recipe_names("all"), "hybrid"] if args.attn == "all" else args.attn.split(",")
+    """The recipes. Runs that are not the board's own are compared with their own softmax."""
+    if args.attn == "all":
+        return [*recipe_names("all"), "hybrid"]
+    names = args.attn.split(",")
+    return names if is_own(args) or "softmax" in names else ["softmax", *names]
+
+
+def is_own(args):
+    """Are the model and the text those of the board?"""
+    return not (args.dataset or args.train_args)
 
 
 def rates_of(args):
@@ -129,8 +138,7 @@ def command(args, run):
     """Train every recipe on the same text, each at the best of several learning rates, and compare
     them."""
     file = Path(args.results or f"{args.out_dir}/board.json")
-    alone = args.results or args.dataset or args.train_args
-    others = {} if alone else read_rows(ROOT / "results/board.json")
+    others = {} if args.results or not is_own(args) else read_rows(ROOT / "results/board.json")
     rows = others | (read_rows(file) if file.exists() else {})
 
     def save():  # one line a run
@@ -169,8 +177,8 @@ def add_missing(args, rows, save):
             rows[job] = row
             save()
 
-    # costs first: other work on the machine would disturb them
-    layers = itertools.chain.from_iterable(map(layers_of, names))
+    # costs first: other work on the machine would disturb them. They are those of the board's model
+    layers = itertools.chain.from_iterable(map(layers_of, names if is_own(args) else []))
     add(cost_row, [(layer, None, None) for layer in layers], 1)
     train = partial(run_row, args)
     add(train, list(itertools.product(names, rates_of(args), [TRIAL])), workers)

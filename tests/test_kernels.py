@@ -195,8 +195,6 @@ def draw(
         x["slope"] = 0.1 * normal(H)
     if rule == "elastic":  # tau_h / n_i: about half of the weights survive
         x["t"] = (0.6 + 0.3 * torch.rand(H, 1, generator=g)).to(DEVICE) / n
-    if rule in ("sigmoid", "tra"):
-        x["t"] = 0.5 * normal(*t or (H, 1))
     if rule == "entmax" and t:
         x["t"] = 1.2 + 3 * torch.rand(t, generator=g).to(DEVICE)
     if rule == "lssar":  # the mean of softplus, as a layer computes it
@@ -205,6 +203,8 @@ def draw(
         }
         row_sum = kernels.attend("softplus", **x, **more, row_sum=True, cpp=cpp)[1]
         x["t"] = row_sum * (n > 3) / n
+    if kernels.KERNELS[rule].takes_t and "t" not in x:
+        x["t"] = 0.5 * normal(*t or (H, 1))
     if mix is not None:
         x["mix"] = 0.5 + 0.3 * normal(*mix)
     return x, options
