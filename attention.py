@@ -256,8 +256,8 @@ def entmax(s, seen, t=None, power=2.0):
     w = x**power
     # one more step of Newton's method leaves r as it is, but is differentiable, so gradients reach
     # z and the power
-    slope = (power * w / x.clamp(min=torch.finfo(x.dtype).tiny)).sum(-1, keepdim=True).detach()
-    return F.relu(z - r - (w.sum(-1, keepdim=True) - 1) / slope) ** power
+    decrease = (power * w / x.clamp(min=torch.finfo(x.dtype).tiny)).sum(-1, keepdim=True).detach()
+    return F.relu(z - r - (w.sum(-1, keepdim=True) - 1) / decrease) ** power
 
 
 @torch.no_grad()

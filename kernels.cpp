@@ -301,7 +301,7 @@ extern "C" void forward(const Call& c) {
 
 // ---------------------------------------------------------------------------------------- backward
 // the tiles w (BN, BM) and ds (VIEWS, BN, BM); before, they hold g and s
-static void slopes(Block& b, int a, float* tile_w, float* tile_ds) {
+static void score_gradients(Block& b, int a, float* tile_w, float* tile_ds) {
     for (int view = 0; view < VIEWS; view++) b.tile_scores(view, a, tile_ds + view * BN * BM);
     product(b.v + b.value(a), b.EP, 1, b.doT, tile_w, b.keys(a), BM, b.c.E, false);
     for (int n = 0; n < GROUPS; n++) b.walk(n, a, [&](int j, auto seen) {
@@ -349,7 +349,7 @@ static void backward_block(Block& b, int i, int part, std::atomic<int>& added) {
             lane(b.delta, m) += b.d_o[m * b.EP + e] * b.row(c.u, b.out, i + m)[e];
     for (int a = b.lo; a < b.end && a <= b.last; a += BN) {
         if (b.kind(a) == SKIPPED || (b.alive(a) && !*b.alive(a))) continue;
-        slopes(b, a, w, ds);
+        score_gradients(b, a, w, ds);
         product(w, BM, 1, b.d_o, b.dv + b.value(a), b.keys(a), b.EP, BM);
         for (int view = 0; view < VIEWS; view++) {
             const long q = view * BM * b.DP, k = b.key(view, a);

@@ -468,8 +468,13 @@ def key_tiles(i, inputs, head, kernel: tl.constexpr):
     last_start = start_of(end - 1, inputs, head)  # of the last row's document
     start = start_of(i, inputs, head)  # of the first row's document
 
-    # After the first keys, the first row's window starts in the tile at window_start. The keys from
-    # unmasked_start on lie in the windows of all rows. Without a window, a row sees its document
+    # From left to right, all multiples of BN but for end:
+    #
+    #   start .. first_end .. window_start .. unmasked_start .. table_start .. diagonal_start .. end
+    #     first keys | skipped | masked before |     full      |     table     |  masked after |
+    #
+    # start: the first row's document. window_start: its window, or without one its document.
+    # unmasked_start: from here on, keys lie in the windows of all rows
     window_start = start // kernel.BN * kernel.BN
     unmasked_start = tl.cdiv(last_start, kernel.BN) * kernel.BN
     masked_first = Range(window_start, window_start)
@@ -775,8 +780,8 @@ def tile_weights(
     raw, _, s, seen = tile_scores(view.q, k, i[:, None], j[None, :], t, inputs, head, kernel, KIND)
     rescale = 1.0
     if RUNNING:
-        # without biases s is a positive multiple of raw: one product a row, and the scores' own are
-        # fused with s - r
+        # without biases s is a positive multiple of raw: so multiply the maximum of a row, not each
+        # score (s - r then has its multiplication fused)
         factor = inputs.scale * kernel.unit
         biased = inputs.table is not None or inputs.tail is not None or inputs.slope is not None
         if biased or kernel.lift is not None:
@@ -900,7 +905,7 @@ def load_statistic(inputs, head, R, Delta, i, kernel: tl.constexpr):
 
 
 @jit
-def slopes(
+def score_gradients(
     q,  # (BM, DP)
     k,  # (BN, DP)
     g,  # (BM, BN)
@@ -927,7 +932,7 @@ def slopes(
 
 
 @jit
-def slopes_of_rows(
+def gradients_of_rows(
     view,
     k,  # (BN, DP)
     g,  # (BM, BN)
@@ -939,9 +944,9 @@ def slopes_of_rows(
     kernel: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """slopes() of one view of a tile of rows."""
+    """score_gradients() of one view of a tile of rows."""
     i, j, r, t, delta = i[:, None], j[None, :], r[:, None], view.t[:, None], delta[:, None]
-    return slopes(view.q, k, g, i, j, r, t, delta, inputs, view.head, kernel, KIND)
+    return score_gradients(view.q, k, g, i, j, r, t, delta, inputs, view.head, kernel, KIND)
 
 
 @jit
@@ -950,16 +955,15 @@ def add_to_delta(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.c
     for rounding.
 
     If one weight dominates a row, g - delta of its key is almost 0. The rounding of r and o is then
-    large relative to it, and slope amplifies it. So backward_rows adds the mean of g - delta, with
-    the weights of this pass, and subtracts dr once more. The new delta is the mean of g, minus
-    dr."""
+    large relative to it, and slope amplifies it. So backward_rows adds sum w (g - delta) / sum w
+    - dr to delta, which becomes the mean of g, minus dr."""
     sum_w, sum_wg = state
     i, view, _, _, do, r, delta, live = my_side
     j = start_at(place, live, inputs, kernel, kernel.BN) + tl.arange(0, kernel.BN)
     v = load(view.head.v, j, inputs, kernel.E, kernel.EP, KIND == MASKED)  # (BN, EP)
     g = times(do, tl.trans(v)) - delta[:, None]  # (BM, BN)
     k = load(view.head.k, j, inputs, kernel.D, kernel.DP, KIND == MASKED)  # (BN, DP)
-    w, _, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
+    w, _, _ = gradients_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     return sum_w + tl.sum(w, 1), sum_wg + tl.sum(w * g, 1)
 
 
@@ -980,7 +984,7 @@ def add_to_view(
     """Add one tile of keys to the gradients of a tile of rows, in one view. Returns the tile's
     weights (BM, BN) as well."""
     dq, dt, dtail, dslope = state
-    w, ds, dt_ij = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
+    w, ds, dt_ij = gradients_of_rows(view, k, g, i, j, r, delta, inputs, kernel, KIND)
     dt += tl.sum(dt_ij, 1)
     i, j = i[:, None], j[None, :]
     if inputs.slope is not None:
@@ -1105,10 +1109,10 @@ def add_to_keys(state, my_side, place, inputs, kernel: tl.constexpr, KIND: tl.co
     if KIND == MASKED:
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
     i, j, r, t, delta = i[None, :], j[:, None], r[None, :], t[None, :], delta[None, :]
-    w, ds, _ = slopes(k, q, g, i, j, r, t, delta, inputs, head, kernel, KIND)
+    w, ds, _ = score_gradients(k, q, g, i, j, r, t, delta, inputs, head, kernel, KIND)
     if inputs.mix is not None:
         gb = -mix * g
-        wb, dsb, _ = slopes(kb, qb, gb, i, j, r, tb, delta, inputs, headb, kernel, KIND)
+        wb, dsb, _ = score_gradients(kb, qb, gb, i, j, r, tb, delta, inputs, headb, kernel, KIND)
         w -= mix * wb
         dkb = tl.dot(dsb.to(q.dtype), qb, dkb, input_precision="ieee")  # dk of the second view
     dv = tl.dot(w.to(do.dtype), do, dv, input_precision="ieee")  # dv = w.T @ do
@@ -1192,7 +1196,7 @@ def backward_table(
         k = load(head.k, j, inputs, kernel.D, kernel.DP, True)  # (BM, DP)
         r, delta = load_statistic(inputs, head, R, Delta, i, kernel)  # (BM,) each
         i = tl.where(i < inputs.T, i, -1)  # rows beyond T see no key
-        _, ds, _ = slopes_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
+        _, ds, _ = gradients_of_rows(view, k, g, i, j, r, delta, inputs, kernel, MASKED)
         total += ds
     at = DTable + tl.program_id(0).to(tl.int64) * kernel.BM * kernel.BM
     tl.store(at + row[:, None] * kernel.BM + row[None, :], total)
