@@ -857,8 +857,8 @@ class Attention(Layer):
     axes, numbers = AXES, options.NUMBERS
     in_blocks = True
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
         self.power = None
         if self.rule.power:  # a constant of the rule, such as entmax's 1 / (alpha - 1)
             self.power = self.rule.power(self.args)

@@ -1,7 +1,7 @@
 """The GPT around the attention, in the spirit of nanoGPT: norm, MLP, block, the whole model,
 generation with a cache.
 
-A block's attention is `mixers.layer_of(config, layer)`: the layer of attention.py, or another
+A block's attention is `mixers.layer_of(config, depth)`: the layer of attention.py, or another
 *mixer*, a layer that mixes tokens in its own way. The architecture and its names follow GPT-2
 (Radford et al. 2019) and nanoGPT. RMSNorm, SwiGLU and RoPE follow LLaMA (Touvron et al. 2023).
 
@@ -79,10 +79,10 @@ class Block(nn.Module):
     the ln_2 of the last block. The paper has no norm there; torch.nn.Transformer has one. It
     changes nothing until training moves ln_2."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config, depth):
         super().__init__()
         self.ln_1 = make_norm(config)
-        self.attn = mixers.layer_of(config, layer)
+        self.attn = mixers.layer_of(config, depth)
         self.ln_2 = make_norm(config)
         self.mlp = MLP(config)
         self.norm_place = config.norm_place
@@ -366,8 +366,8 @@ class GPT(nn.Module):
             # of absolute positions
             embeddings["wpe"] = places(self.sink_tokens + config.block_size, config.n_embd)
         blocks = []
-        for layer in range(config.n_layer):
-            blocks.append(Block(layer_configs[layer % len(layer_configs)], layer))
+        for depth in range(config.n_layer):
+            blocks.append(Block(layer_configs[depth % len(layer_configs)], depth))
         # GPT-2's names, which every checkpoint contains
         self.transformer = nn.ModuleDict(
             {
@@ -411,9 +411,9 @@ class GPT(nn.Module):
                     std[f"{name}.weight"] /= math.sqrt(2 * self.config.n_layer)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
-        for layer, block in enumerate(self.transformer.h):
+        for depth, block in enumerate(self.transformer.h):
             for name, value in block.attn.init_std.items():
-                std[f"transformer.h.{layer}.attn.{name}"] = value
+                std[f"transformer.h.{depth}.attn.{name}"] = value
         for name, p in self.named_parameters():  # a tied lm_head is listed once, as wte
             if name in std:
                 generator = generator_of(seed, name.removesuffix(".weight"))
@@ -492,8 +492,8 @@ class GPT(nn.Module):
 
         # the blocks; each keeps its keys and values in a cache of its own
         importances = []
-        for layer, block in enumerate(blocks):
-            x = block(x, cache[layer] if cache else None, rope, starts, importance)
+        for depth, block in enumerate(blocks):
+            x = block(x, cache[depth] if cache else None, rope, starts, importance)
             if importance:
                 x, of_heads = x
                 importances.append(of_heads)

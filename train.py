@@ -274,8 +274,8 @@ class Batches:
         return np.random.default_rng([self.knobs.seed, int(epoch)]).permutation(self.choices)
 
     def read(self, step):
-        """This rank's micro-batches of a step. Each is its weight, the stored tokens (at most
-        batch_size, T + 1), and with --docs=1 where the document of each input begins. The weight is
+        """This rank's micro-batches of a step. Each is its weight, its windows (at most batch_size,
+        T + 1), as stored, and with --docs=1 where the document of each input begins. The weight is
         its share of the step's targets, times the number of ranks, because DDP averages."""
         T, size = self.config.block_size, self.knobs.batch_size
         # every rank draws the windows of all ranks, counts their targets, and takes its own part
@@ -284,11 +284,13 @@ class Batches:
         starts = starts.reshape(self.machine.world, -1)[self.machine.rank]
         micro_batches = []
         for part in np.split(starts, range(size, len(starts), size)):
-            stored = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
+            windows = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                stored = stored.pin_memory()  # from pinned memory, the GPU copies while it computes
+                windows = (
+                    windows.pin_memory()
+                )  # from pinned memory, the GPU copies while it computes
             weight = self.split.count_targets(part, T).sum() * self.machine.world / targets
-            batch = [weight, stored.to(self.machine.device, non_blocking=True)]
+            batch = [weight, windows.to(self.machine.device, non_blocking=True)]
             if self.knobs.docs:
                 first = torch.from_numpy(self.split.first_keys(part, T))
                 batch.append(first.to(self.machine.device))
@@ -506,8 +508,8 @@ class Training:
         knobs, machine, running = self.knobs, self.machine, self.running
         micro_batches = self.batches(step)
         sums = torch.zeros(2, device=machine.device)
-        for micro, (weight, stored, *starts) in enumerate(micro_batches):
-            rows, targets = tokens.ids_and_targets(stored)
+        for micro, (weight, windows, *starts) in enumerate(micro_batches):
+            idx, targets = tokens.ids_and_targets(windows)
             if self.config.dropout:  # seeded by these numbers: no state to be stored
                 seeds = np.random.SeedSequence((knobs.seed, step, machine.rank, micro))
                 torch.manual_seed(seeds.generate_state(1)[0].item())
@@ -517,7 +519,7 @@ class Training:
                 running.require_backward_grad_sync = micro == len(micro_batches) - 1
             with machine.autocast():  # products in 16 bits if fast, sums in float32
                 _, loss, *importance = running(
-                    rows[:, :-1],
+                    idx[:, :-1],
                     targets[:, 1:],  # the target of each token is the next token
                     importance=knobs.head_balance > 0,
                     starts=starts[0] if starts else None,
@@ -527,7 +529,7 @@ class Training:
                     balance = head_balance_loss(importance[0], knobs, machine)
                 balance = balance + self.model.penalty()
             # weighted by shares of targets and sequences, gradients add up to that of one batch
-            share = len(rows) * machine.world / self.batches.total
+            share = len(idx) * machine.world / self.batches.total
             parts = torch.stack([loss * weight, balance * share])
             self.scaler.scale(parts.sum()).backward()
             sums += parts.detach()

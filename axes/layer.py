@@ -102,9 +102,9 @@ class Layer(nn.Module):
     # holds, and a hook passes these arguments on
     hook = None
 
-    def __init__(self, config, layer):
+    def __init__(self, config, depth):
         super().__init__()
-        self.config, self.depth = config, layer
+        self.config, self.depth = config, depth
         self.args = options.constants(config, self.axes)  # {name: value}
         self.choices = options.chosen(config, self.axes)  # {axis: Choice}
         self.dropout = config.dropout
@@ -126,7 +126,7 @@ class Layer(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
         # which keys a row sees, and the constant factor on scores
-        windowed = layer % config.window_every == 0
+        windowed = depth % config.window_every == 0
         self.mask = Mask(config.window if windowed else 0, config.first if windowed else 0)
         self.scale = 1.0 if self.choices["scale"].unscaled else self.width**-0.5
 

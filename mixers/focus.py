@@ -462,8 +462,8 @@ class Focus(Mixer):
         "steps",
     )
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
         self.balance = self.choices["balance"]
         self.affinity = self.choices["affinity"].gated_score
         self.groups = self.args["groups"]

@@ -823,8 +823,8 @@ class Recurrent(Mixer):
         solving = [recurrent_kernels.invert] if self.config.rule == "delta" else []
         return *solving, recurrent_kernels.scan, recurrent_kernels.read
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
         self.bind("conv", "convolved")
         self.bind("forget", "log_forget")
         self.bind("write", "write_factor")

@@ -84,8 +84,8 @@ class Routing(Mixer):
         "pos": "it has no bias by distance within a cluster: use rope, none, sinusoidal or learned",
     }
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
         self.sums = 0  # (H, K, D): sums of unit queries and keys nearest to each centroid
 
     def attend(self, q, k, v, x, table=None, mask=None):

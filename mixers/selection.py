@@ -350,8 +350,8 @@ class Selection(Mixer):
         "rule": "it selects keys for softmax",
     }
 
-    def __init__(self, config, layer):
-        super().__init__(config, layer)
+    def __init__(self, config, depth):
+        super().__init__(config, depth)
         self.bind("select", "index_keys", "selected", "log_chance", "scanned")
 
     def remember(self, cache, x, k, v):
