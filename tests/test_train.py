@@ -41,8 +41,10 @@ import mixers
 import train as train_script
 from common import balance, files
 from common.flags import fields_of
+from common.machine import Machine
 from data import coders, tokens
 from evals import show
+from evals.loss import window_losses
 from model import GPT, GPTConfig
 
 
@@ -393,6 +395,8 @@ def test_the_loss_of_packed_documents_is_that_of_each_document_alone(packed, tmp
             part = torch.from_numpy(row[None, start : end + 1])
             losses += [gpt(part[:, :-1], part[:, 1:])[1].item()] * int(end - start)
     close(meta(tmp_path)["losses"]["val"], np.mean(losses), dtype=torch.float32)
+    found = window_losses(gpt, split, Machine("cpu", "float32"), 80, 8, 16)  # as eval.py loss does
+    close(found.mean(), np.mean(losses), dtype=torch.float32)
     x, y = torch.from_numpy(rows[:, :-1]), torch.from_numpy(rows[:, 1:])
     starts = torch.from_numpy(split.first_keys(windows, 16))
     for importance in (False, True):  # the loss that is trained
