@@ -70,10 +70,11 @@ from kernels import (
 #
 # In the first pass (FIRST) the r of weigh and settle is the running maximum of the scores; in a
 # later pass it is the last estimate. A rule whose weights depend on no other score of the row has
-# no settle: its r is the row sum. slope gets the scores before lift, and dt_i is the sum of its dt.
-# s and r are multiplied by Kernel.unit: log2 e for rules that take exponentials, because the
-# hardware computes 2^x. A comment above a line of Triton gives the same in PyTorch, unless both
-# read alike. On a CPU the same functions are translated to C++: see common/cpp.py.
+# no settle and reads no r: its statistic is the row sum. slope gets the scores before lift, and
+# dt_i is the sum of its dt. s and r are multiplied by Kernel.unit: log2 e for rules that take
+# exponentials, because the hardware computes 2^x. A comment above a line of Triton gives the same
+# in PyTorch, unless both read alike. On a CPU the same functions are translated to C++: see
+# common/cpp.py.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -81,7 +82,9 @@ MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no Na
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Choice):
-    weights: Callable | None = None  # s, seen, t -> weights: the definition
+    # s, seen, t -> weights: the definition. If you change it, change the kernel as well, which is
+    # what trains, or set kernel=None
+    weights: Callable | None = None
     statistic: Callable | None = None  # s, seen, weights -> r (B, H, R, 1), if anything needs it
     # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
     row_input: Callable | None = None
@@ -93,9 +96,9 @@ class Rule(Choice):
     has_weights = True  # the output is a linear function of the values
 
     @property
-    def normalizes(self):
-        """Does the rule itself normalise its rows? --normalize can be combined with the others."""
-        return self.statistic is not row_sum
+    def sums_rows(self):
+        """Is its statistic the row sum? Then --normalize can divide by it."""
+        return self.statistic is row_sum
 
 
 RULES = {}
@@ -178,7 +181,7 @@ def elastic(s, seen, t):
     Differs from the author's code: it stores -tau and adds it. It starts at -1, -0.5 or -1.01,
     depending on the script, with 100 times the learning rate (here --head_lr=100)."""
     # without the mask, tau < 0 would give masked keys a weight
-    return (softmax(s, seen) + -t).add_(~seen * MASKED_SCORE).relu_()
+    return (softmax(s, seen) + -t).masked_fill_(~seen, 0.0).relu_()
 
 
 def elastic_threshold(layer, n):
@@ -866,6 +869,8 @@ class Attention(Layer):
             self.rule = dataclasses.replace(self.rule, weights=weights)
         # does anything after the rule need its statistic?
         self.need_r = self.has_extra_key or self.choices["normalize"].needs_sum
+        # can one call of a kernel compute both views and subtract them?
+        self.one_call = self.mix and self.rule.sums_rows and not (self.divisor or self.need_r)
         # is it softmax that torch's own fused kernel can compute?
         self.plain = config.rule == "softmax" and not (
             self.mix or config.window or self.extra_score or self.bias
@@ -913,9 +918,9 @@ class Attention(Layer):
         # the block loop
         kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
-        if kernel == "cpp" and (not whole or q.dtype == torch.float64):
+        if kernel in ("triton", "cpp") and (not whole or q.dtype == torch.float64):
             kernel = "sdpa" if self.plain else "torch"
-        if kernel in ("triton", "cpp") and whole and not dropout:
+        if kernel in ("triton", "cpp"):
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r, kernel == "cpp")
         elif kernel == "sdpa" and not (distance or mask.window or mask.hidden >= 0 or need_r):
             o, r = kernels.plain_softmax(q, k, v, self.scale, mask, dropout), None
@@ -989,10 +994,9 @@ class Attention(Layer):
         if self.rule.threshold_of:  # lssar's threshold is a share of the row sum of softplus
             t = t * run(self.rule.threshold_of, row_sum=True)[1]
         run = partial(run, self.config.rule, t=t, power=self.power)
-        per_row = self.rule.normalizes or self.divisor or need_r
-        if mix is not None and not per_row and (cpp or kernels.holds_two_views(q, v)):
+        if self.one_call and (cpp or kernels.holds_two_views(q, v)):
             return run(mix=mix.squeeze(-1) if mix.dim() else mix)
-        o, r = run(row_sum=need_r and not self.rule.normalizes)
+        o, r = run(row_sum=need_r and self.rule.sums_rows)
         r = None if r is None else r[..., None]
         return self.combined(o, q, r, n, mix), r
 
@@ -1104,9 +1108,8 @@ class Attention(Layer):
             yield f"{rule.threshold_of}_sum", 1
         if rule.power and self.power is None:
             name = kernels.KERNELS[name].with_t
-        one_call = self.mix and not (rule.normalizes or self.divisor or self.need_r)
-        row_sum = self.need_r and not rule.normalizes
-        yield kernels.full_name(name, row_sum, self.power), 2 if one_call else 1
+        row_sum = self.need_r and rule.sums_rows
+        yield kernels.full_name(name, row_sum, self.power), 2 if self.one_call else 1
 
 
 class Streaming(Attention):

@@ -61,7 +61,7 @@ try:
         and torch.cuda.get_device_capability() >= (8, 0)
     )
     AVAILABLE = bool(INTERPRETED or CAPABLE)
-except (ImportError, AttributeError):  # without a recent Triton only the block loop works
+except (ImportError, AttributeError):  # without a recent Triton: the block loop, and kernels.cpp
     triton, tl = SimpleNamespace(jit=lambda f: f), SimpleNamespace(constexpr=lambda x: x)
     INTERPRETED = AVAILABLE = False
 jit = triton.jit

@@ -193,7 +193,9 @@ class GPTConfig(Knobs):
         "with axes of its own: gated_deltanet*3+softmax,pos=none. The flag of an axis changes "
         "this axis in all layers",
     )
-    attn_args: str = knob("", "constants of the recipe as key=value,key=value")
+    attn_args: str = knob(
+        "", "constants of the recipe (the first of --layers) as key=value,key=value"
+    )
     kernel: str = knob(
         "auto",
         "code that computes attention: torch (the block loop in PyTorch); triton, or on a CPU "
@@ -463,6 +465,8 @@ class GPT(nn.Module):
                 f"--attn={self.config.attn} does not measure the importance of its heads: only a "
                 "gate, or the sink of one view of softmax, has one"
             )
+        if importance and starts is not None:
+            raise ValueError("importance is measured without `starts`: leave one of them out")
         cached = cache[0].tokens if cache else 0  # number of tokens in the cache
         sink_tokens = 0 if cached else self.sink_tokens  # a filled cache contains them
 

@@ -50,7 +50,7 @@ def wrong_normalizer(config, args, choices):
             f"--feature={config.feature} gives weights of either sign: add --feature=elu, or use "
             "--normalize=max1"
         )
-    if choices["rule"].normalizes:
+    if not choices["rule"].sums_rows:
         return (
             f"--normalize={config.normalize} is for rules without a normaliser of their own, such "
             f"as relu or sigmoid: leave it out with --rule={config.rule}"

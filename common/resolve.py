@@ -40,16 +40,32 @@ def resolve(sources, flags):
         old = attention.ATTENTIONS.get(knobs.get("attn"), {})
         removed = [axis for axis, value in old.items() if knobs.get(axis) == value]
         take("default", dict.fromkeys(removed))  # None: GPTConfig fills it in
+        base = {axis: knobs.get(axis) for axis in mixers.DEFAULTS}
         new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
         if flags["attn"] == knobs.get("attn") and not knobs.get("layers"):
             del new["attn_args"]  # the run keeps its constants as well
         take(f"recipe {flags['attn']}", new)
+    if flags.get("layers"):  # what the sources set holds in layers whose own recipe does not set it
+        flags["layers"] = with_axes(flags["layers"], base)
     take("flag", flags)
     axes = "".join(f",{axis}={flags[axis]}" for axis in mixers.DEFAULTS if axis in flags)
     if axes and knobs.get("layers"):  # they hold in all layers: the last value of an axis wins
         layers = attention.layers_of(knobs["layers"])
         take("flag", {"layers": "+".join(layer + axes for layer in layers)})
     return knobs, origins
+
+
+def with_axes(layers, base):
+    """The text of --layers in which each layer names its values of the axes that `base` changes."""
+    parts = []
+    for part in attention.layers_of(layers):
+        name, *own = part.split(",")
+        axes = base | attention.ATTENTIONS.get(name.partition("*")[0], {})
+        changed = (
+            axis for axis, default in mixers.DEFAULTS.items() if base[axis] not in (None, default)
+        )
+        parts.append(",".join([name, *(f"{axis}={axes[axis]}" for axis in changed), *own]))
+    return "+".join(parts)
 
 
 def resolve_run(flags, Train):
@@ -99,7 +115,7 @@ def resolve_resumed(flags, preset, Train):
             continue
         repeated = value == stored.get(name, value)
         if name == "layers" and stored["layers"]:
-            repeated = repeats(value, stored["layers"])
+            repeated = repeats(flags[name], stored["layers"])
         if not repeated:
             raise ValueError(
                 f"{out_dir} was trained with {name}={stored[name]}, so it cannot resume with "

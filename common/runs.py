@@ -1,5 +1,4 @@
-"""A run on disk. Its folder holds these files, and only this module reads and writes the first
-three:
+"""A run on disk. Its folder holds these files, and only this module writes the first three:
 
     ckpt.pt     model, optimizer, scaler and step, always whole; loads with weights_only=True; names
                 of the uncompiled module. An adapter (--train_only) stores only the parameters that
@@ -12,8 +11,8 @@ three:
     tokenizer.json  the tokenizer of a public model, in Hugging Face's format
     lock        only while a process trains in the folder: its id and its host
 
-Each is written under a temporary name and renamed when complete, so a run killed at any moment
-resumes from its last checkpoint. Only rank 0 writes.
+log.csv grows by a row at a time. The others are written under a temporary name and renamed when
+complete, so a run killed at any moment resumes from its last checkpoint. Only rank 0 writes.
 """
 
 import contextlib
@@ -151,13 +150,16 @@ class Run:
         files.regular(self.log_csv)
         try:
             with open(self.log_csv, newline="") as f:
-                rows = csv.reader(line for line in f if line.endswith("\n"))
-                complete = [row for row in rows if len(row) == len(self.columns)]
-                return [row for row in complete if row[0].isdecimal() and int(row[0]) <= step]
+                rows = list(csv.DictReader(line for line in f if line.endswith("\n")))
         except (ValueError, csv.Error) as e:  # not even text, or without commas
             raise ValueError(
                 f"{self.log_csv} is damaged ({e}): delete it, and a new one begins"
             ) from None
+        # None is the name of cells without a column, and the value of columns without a cell
+        rows = [row for row in rows if None not in row and None not in row.values()]
+        rows = [row for row in rows if row.get("step", "").isdecimal() and int(row["step"]) <= step]
+        # another device may have other columns
+        return [[row.get(name, "") for name in self.columns] for row in rows]
 
     def log(self, **row):
         """Append a row. Columns that are not given stay empty."""

@@ -28,6 +28,7 @@ BOS_AND_EOS = ("bos_token_id", "eos_token_id")  # the ids that begin and end a t
 def export(run, folder):
     """Write a run as a folder that transformers can load; returns its config."""
     transformers = files.optional("transformers")
+    transformers.logging.set_verbosity_error()  # ids beyond the vocabulary, which are set below
     meta, path = read_run(run)
     config = GPTConfig(**fields_of(GPTConfig, meta["knobs"]))
     their_config = exported_config(config)

@@ -168,3 +168,10 @@ def test_each_layer_of_a_pattern_has_its_own_axes_and_constants_except_where_a_f
 def test_a_layers_own_axis_beats_the_models_which_beats_the_layers_recipe():
     config = GPTConfig(layers="softmax,pos=none+lazy", pos="alibi", n_layer=2)
     assert [layer.pos for layer in config.layer_configs] == ["none", "alibi"]
+
+
+@given(st.permutations(["gated_elementwise", "softmax", "elastic,gate=none"]))
+def test_a_preset_holds_in_layers_whose_recipe_sets_nothing_else(parts):
+    config = model_config({"gate": "head"}, {"layers": "+".join(parts), "n_layer": 3})
+    gates = {"gated_elementwise": "element", "softmax": "head", "elastic": "none"}
+    assert all(layer.gate == gates[layer.attn] for layer in config.layer_configs)

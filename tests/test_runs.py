@@ -142,6 +142,8 @@ def test_rows_of_the_log_that_a_kill_cut_short_or_with_other_columns_are_dropped
     whole = rows[: max(0, text.count("\n") - 1)]
     expected = [row for row in whole if len(row) == 7 and int(row[0]) <= 9 + last]
     assert run.rows_until(9 + last) == expected
+    run.columns = ("mfu", *run.columns)  # as on a GPU that goes on
+    assert run.rows_until(9 + last) == [["", *row] for row in expected]
 
 
 @contextlib.contextmanager
