@@ -957,7 +957,7 @@ class Attention(Layer):
         t = self.rule.row_input(self, n) if self.rule.row_input else None
         if t is not None:
             t = t.expand(*t.shape[:-2], n.shape[-1], 1)  # (.., R, 1)
-            if t.dim() > 2 and self.score_heads > self.heads == t.shape[-3]:
+            if t.dim() > 2 and t.shape[-3] == self.heads < self.score_heads:
                 t = t.repeat_interleave(2, -3)  # both views share their head's t
         return q, k, t, n
 

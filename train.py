@@ -279,16 +279,15 @@ class Batches:
         its share of the step's targets, times the number of ranks, because DDP averages."""
         T, size = self.config.block_size, self.knobs.batch_size
         # every rank draws the windows of all ranks, counts their targets, and takes its own part
-        starts = self.chosen(step) * self.gap
-        targets = max(1, self.split.count_targets(starts, T).sum())
-        starts = starts.reshape(self.machine.world, -1)[self.machine.rank]
+        offsets = self.chosen(step) * self.gap
+        targets = max(1, self.split.count_targets(offsets, T).sum())
+        offsets = offsets.reshape(self.machine.world, -1)[self.machine.rank]
         micro_batches = []
-        for part in np.split(starts, range(size, len(starts), size)):
+        for part in np.split(offsets, range(size, len(offsets), size)):
             windows = torch.from_numpy(self.split.windows(part, T + 1, self.config.vocab_size))
             if self.machine.device.type == "cuda":
-                windows = (
-                    windows.pin_memory()
-                )  # from pinned memory, the GPU copies while it computes
+                # from pinned memory, the GPU copies while it computes
+                windows = windows.pin_memory()
             weight = self.split.count_targets(part, T).sum() * self.machine.world / targets
             batch = [weight, windows.to(self.machine.device, non_blocking=True)]
             if self.knobs.docs:
