@@ -23,7 +23,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
@@ -82,9 +82,7 @@ MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no Na
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule(Choice):
-    # s, seen, t -> weights: the definition. If you change it, change the kernel as well, which is
-    # what trains, or set kernel=None
-    weights: Callable | None = None
+    weights: Callable | None = None  # s, seen, t -> weights: the definition
     statistic: Callable | None = None  # s, seen, weights -> r (B, H, R, 1), if anything needs it
     # layer, n (.., R) -> t, broadcastable to (B, H, R, 1); None: no t
     row_input: Callable | None = None
@@ -853,6 +851,26 @@ kernels.offer(
 AXES = {"rule": RULES} | options.AXES
 
 
+@cache
+@torch.no_grad()
+def kernel_differs(name, power):
+    """Does kernels.cpp compute other weights than the rule's PyTorch function, since one of the two
+    has been edited?"""
+    rule, kernel = RULES[name], kernels.KERNELS[name]
+    learned = rule.power and power is None  # then the row input is the power
+    full = kernels.full_name(kernel.with_t if learned else name, False, power)
+    if rule.threshold_of or kernels.why_not_cpp(full, 1):
+        return False
+    q, k = torch.randn(2, 1, 1, 16, 8, generator=torch.Generator().manual_seed(0))
+    seen = torch.ones(16, 16, dtype=torch.bool).tril()
+    takes_t = learned or kernel.takes_t
+    t = torch.full((1, 1, 16, 1), 2.0 if learned else 0.05) if takes_t else None
+    w = rule.weights(q @ k.mT, seen, t, **({"power": power} if rule.power else {}))
+    call = partial(kernels.attend, name, q, k, torch.eye(16)[None, None], power=power)
+    found, _ = call(t=None if t is None else t[..., 0], scale=1.0, cpp=True)
+    return not torch.allclose(found, w, rtol=1e-3, atol=1e-3)
+
+
 class Attention(Layer):
     """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
     mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
@@ -1049,6 +1067,8 @@ class Attention(Layer):
             return torch.sigmoid(wide(split_heads(self.gate(x), self.heads, -1))).mean((0, 2, 3))
         if self.has_extra_key:
             return rows.share_of_keys(self, q, r, n).mean((0, 2, 3))
+        if mask.starts is not None:
+            raise ValueError("packed documents have several first keys: leave out `starts`")
         R, T = q.shape[2], k.shape[2]
         # the block loop has rounded the scores in r, so s must be rounded in the same way
         s = kernels.scaled_scores(q, k[:, :, :1], self.scale)[..., 0]  # (B, H, R)
@@ -1096,6 +1116,11 @@ class Attention(Layer):
         yield from self.triton_obstacles(device, widest)
         if not config.dropout:
             yield from self.cpp_obstacles(device, self.rules_in_cpp())
+        if device == "cpu" and config.rule in kernels.KERNELS:
+            reason = (
+                f"its functions of rule {config.rule} give other weights than the one in PyTorch"
+            )
+            yield "cpp", kernel_differs(config.rule, self.power), reason
         reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
         yield "sdpa", not self.plain, reason
 

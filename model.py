@@ -465,8 +465,6 @@ class GPT(nn.Module):
                 f"--attn={self.config.attn} does not measure the importance of its heads: only a "
                 "gate, or the sink of one view of softmax, has one"
             )
-        if importance and starts is not None:
-            raise ValueError("importance is measured without `starts`: leave one of them out")
         cached = cache[0].tokens if cache else 0  # number of tokens in the cache
         sink_tokens = 0 if cached else self.sink_tokens  # a filled cache contains them
 

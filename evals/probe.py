@@ -122,8 +122,9 @@ def command(args, run):
     """Measure where the attention goes, by layer or head, and what the hidden states look like."""
     layers = run.model.config.n_layer
     change, ids = change_of(args.input, run), None
-    flag = "lengths" if args.lengths else "text" if args.text else "length"
+    flag = "lengths" if args.lengths else "length"
     if args.text:
+        flag = "text"
         ids = change(as_ids(sentence(args.text, run)[0], run.machine))  # (1, T)
         run.check_positions(ids.shape[1], flag)
         lengths = [ids.shape[1]]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from layers import layer, normal, with_gradients
 from torch.utils.checkpoint import checkpoint
 
+import attention
 import kernels
 from common import cpp
 
@@ -309,6 +311,17 @@ def test_a_run_names_what_computes_it_and_why_it_is_not_cpp(case, runs, tmp_path
 
 
 @pytest.mark.exhaustive
+def test_a_rule_whose_pytorch_function_was_edited_differs_from_its_kernel(monkeypatch):
+    def differ():
+        return [n for n in RULES if attention.kernel_differs.__wrapped__(n, powers.get(n))]
+
+    powers = {"entmax": 2.0, "tra": 2.0, "lssar": 15.0}
+    assert not differ()
+    edited = {"weights": lambda s, seen, t: s.relu() * seen + 0.01 * seen}
+    monkeypatch.setitem(attention.RULES, "relu", replace(attention.RULES["relu"], **edited))
+    assert differ() == ["relu"]
+
+
 def test_two_ranks_train_like_one(tmp_path, data):
     """They build the library at once."""
     flags = ["--attn=elastic", "--gradient_accumulation_steps=2", "--learning_rate=3e-5"]
