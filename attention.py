@@ -60,6 +60,7 @@ from kernels import (
 #                                                   U_i = sum_j u_ij v_j / sum_j z_ij
 #   settle  r, t, power, sum_w, sum_z, FIRST -> r   the statistic of the row, from its sums
 #   slope   s, r, t, power, g, delta -> ds, dt      g_ij = do_i . v_j,   delta_i = do_i . U_i - dr_i
+#                                                   (a rule without t returns anything as dt)
 #   lift    s, t, power -> s                        another score for weigh; few rules have it
 #
 # For softmax, w_ij = exp(s_ij - r_i), and a score moves all weights of its row:
@@ -74,7 +75,7 @@ from kernels import (
 # dt_i is the sum of its dt. s and r are multiplied by Kernel.unit: log2 e for rules that take
 # exponentials, because the hardware computes 2^x. A comment above a line of Triton gives the same
 # in PyTorch, unless both read alike. On a CPU the same functions are translated to C++: see
-# common/cpp.py.
+# common/cpp.py. The other fields of Kernel, such as online and passes, are explained in kernels.py.
 
 # Rules add -t: the gradient of s - t with respect to t would first negate that of a whole block.
 MASKED_SCORE = -1e30  # additive mask. Finite, so a fully masked row gives no NaN
@@ -872,8 +873,18 @@ def kernel_differs(name, power):
 
 
 class Attention(Layer):
-    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C). What all
-    mixers share (projected, featured, postprocess, output) is in axes/layer.py."""
+    """Attention by one rule: module(x) takes the layer's input (B, R, C) to (B, R, C).
+
+        q, k, v = x through c_attn, then normed, rotated, cached     projected
+        t = the rule's row input, n = the keys that each row sees    rule_inputs
+        o = sum_j rule(scale q.k, t)_j v_j                           fused, plain_softmax or blocks
+        o = o over the row's divisor, or merged with the extra key;  combined
+            then the first view minus lambda times the second
+        o = value bias, Dex, norm, gate                              postprocess
+        y = o through c_proj                                         output
+
+    What all mixers share is in axes/layer.py. Layer.bind makes methods of what the axes' values do:
+    self.bias, mix, score_factor, gated and others come from the tables of axes/."""
 
     axes, numbers = AXES, options.NUMBERS
     in_blocks = True
