@@ -862,13 +862,14 @@ def kernel_differs(name, power):
     full = kernels.full_name(kernel.with_t if learned else name, False, power)
     if rule.threshold_of or kernels.why_not_cpp(full, 1):
         return False
-    q, k = torch.randn(2, 1, 1, 16, 8, generator=torch.Generator().manual_seed(0))
-    seen = torch.ones(16, 16, dtype=torch.bool).tril()
-    takes_t = learned or kernel.takes_t
-    t = torch.full((1, 1, 16, 1), 2.0 if learned else 0.05) if takes_t else None
-    w = rule.weights(q @ k.mT, seen, t, **({"power": power} if rule.power else {}))
-    call = partial(kernels.attend, name, q, k, torch.eye(16)[None, None], power=power)
-    found, _ = call(t=None if t is None else t[..., 0], scale=1.0, cpp=True)
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        q, k = torch.randn(2, 1, 1, 16, 8, generator=torch.Generator().manual_seed(0))
+        seen = torch.ones(16, 16, dtype=torch.bool).tril()
+        takes_t = learned or kernel.takes_t
+        t = torch.full((1, 1, 16, 1), 2.0 if learned else 0.05) if takes_t else None
+        w = rule.weights(q @ k.mT, seen, t, **({"power": power} if rule.power else {}))
+        call = partial(kernels.attend, name, q, k, torch.eye(16)[None, None], power=power)
+        found, _ = call(t=None if t is None else t[..., 0], scale=1.0, cpp=True)
     return not torch.allclose(found, w, rtol=1e-3, atol=1e-3)
 
 
