@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from common import files
 from common.machine import Machine
 from data import tokens
+from evals import bench as bench_module
 from evals import likelihood
 from evals.bench import value_zero
 from evals.instrument import load_run
@@ -91,7 +92,7 @@ def bench(lively, tmp_path, evaluate):
     return scores
 
 
-def test_without_a_threshold_all_heads_read_0_and_one_needs_the_first_token_as_the_sink():
+def test_heads_above_a_threshold_read_0_and_only_if_the_first_token_is_the_sink(monkeypatch):
     notes = []
     for attn in "sink_token", "kv_bias":
         run = SimpleNamespace(model=GPT(tiny_config(attn=attn)), note=notes.append)
@@ -99,6 +100,14 @@ def test_without_a_threshold_all_heads_read_0_and_one_needs_the_first_token_as_t
         with pytest.raises(ValueError, match="give --zero_above=0"):
             value_zero(run, 0.5)
     assert notes == ["the first value is 0 in 2 of 2 heads"] * 2
+    run = SimpleNamespace(model=GPT(tiny_config()), window=lambda _: 9, split=None, machine=None)
+    run.note, run.split = notes.append, lambda _: None
+    layers = [{"alpha_sink": [0.2, 0.6]}]
+    monkeypatch.setattr(bench_module, "probe", lambda *_, **__: {"layers": layers})
+    seen = []
+    monkeypatch.setattr(bench_module, "value_zeroed", lambda chosen, **_: seen.append(chosen))
+    value_zero(run, 0.5)
+    assert seen[0].tolist() == [[False, True]]
 
 
 def words(least, most):

@@ -944,14 +944,16 @@ def read(*recipes):
         gpt(torch.arange(5)[None], cache=cache)
 
 
+ZEROS = torch.zeros(1, 4, dtype=torch.long)
+
+
 def read_packed_documents_with_a_cache():
     gpt = GPT(tiny_config()).eval()
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    gpt(tokens, cache=gpt.new_cache(), starts=tokens)
+    gpt(ZEROS, cache=gpt.new_cache(), starts=ZEROS)
 
 
-def measure_importance(attn):
-    GPT(tiny_config(attn=attn))(torch.zeros(1, 4, dtype=torch.long), importance=True)
+def measure_importance(attn, starts=None):
+    GPT(tiny_config(attn=attn))(ZEROS, importance=True, starts=starts)
 
 
 CALLS = [  # (what the error says, a function, its arguments)
@@ -960,6 +962,7 @@ CALLS = [  # (what the error says, a function, its arguments)
     ("x has 8 rows for 9 keys", attend, "retnet", 8),
     ("another recipe", read, "softmax", "retnet"),
     ("a cache cannot continue packed", read_packed_documents_with_a_cache),
+    ("several first keys", measure_importance, "softmax", ZEROS),
     *(("does not measure the importance", measure_importance, name) for name in ("tra", "retnet")),
     *(
         ("with ids in 0..30", GPT(tiny_config()).generate, torch.tensor([ids]).long(), 1)
