@@ -857,19 +857,25 @@ AXES = {"rule": RULES} | options.AXES
 def kernel_differs(name, power):
     """Does kernels.cpp compute other weights than the rule's PyTorch function, since one of the two
     has been edited?"""
+    if name not in kernels.KERNELS:
+        return False
     rule, kernel = RULES[name], kernels.KERNELS[name]
     learned = rule.power and power is None  # then the row input is the power
     full = kernels.full_name(kernel.with_t if learned else name, False, power)
     if rule.threshold_of or kernels.why_not_cpp(full, 1):
         return False
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        q, k = torch.randn(2, 1, 1, 16, 8, generator=torch.Generator().manual_seed(0))
+        dice = torch.Generator().manual_seed(0)
+        q, k = torch.randn(2, 1, 1, 16, 8, generator=dice, dtype=torch.float32)
+        v = torch.eye(16, dtype=torch.float32)[None, None]  # with it, the output is the weights
+        t = None
+        if learned or kernel.takes_t:
+            t = q.new_full((1, 1, 16, 1), 2.0 if learned else 0.05)
         seen = torch.ones(16, 16, dtype=torch.bool).tril()
-        takes_t = learned or kernel.takes_t
-        t = torch.full((1, 1, 16, 1), 2.0 if learned else 0.05) if takes_t else None
-        w = rule.weights(q @ k.mT, seen, t, **({"power": power} if rule.power else {}))
-        call = partial(kernels.attend, name, q, k, torch.eye(16)[None, None], power=power)
-        found, _ = call(t=None if t is None else t[..., 0], scale=1.0, cpp=True)
+        given = {"power": power} if rule.power else {}
+        w = rule.weights(q @ k.mT, seen, t, **given)
+        t = None if t is None else t[..., 0]
+        found, _ = kernels.attend(name, q, k, v, t=t, power=power, scale=1.0, cpp=True)
     return not torch.allclose(found, w, rtol=1e-3, atol=1e-3)
 
 
@@ -948,7 +954,7 @@ class Attention(Layer):
         # the block loop
         kernel = self.kernel_on(q.device.type)
         whole = q.shape[2] == k.shape[2] and mask.hidden < 0
-        if kernel in ("triton", "cpp") and (not whole or q.dtype == torch.float64):
+        if kernel in ("triton", "cpp") and (not whole or dropout or q.dtype == torch.float64):
             kernel = "sdpa" if self.plain else "torch"
         if kernel in ("triton", "cpp"):
             o, r = self.fused(q, k, v, t, n, distance, mask, mix, need_r, kernel == "cpp")
@@ -1128,11 +1134,10 @@ class Attention(Layer):
         yield from self.triton_obstacles(device, widest)
         if not config.dropout:
             yield from self.cpp_obstacles(device, self.rules_in_cpp())
-        if device == "cpu" and config.rule in kernels.KERNELS:
-            reason = (
-                f"its functions of rule {config.rule} give other weights than the one in PyTorch"
-            )
-            yield "cpp", kernel_differs(config.rule, self.power), reason
+        compared = device == "cpu" and config.kernel in ("auto", "cpp", "sdpa")
+        differs = compared and kernel_differs(config.rule, self.power)
+        for kernel in ("cpp", "sdpa"):
+            yield kernel, differs, f"rule {config.rule} has other weights in PyTorch"
         reason = f"it computes plain softmax only, not --attn={config.attn} --pos={config.pos}"
         yield "sdpa", not self.plain, reason
 

@@ -796,7 +796,7 @@ def main(argv):
         folder, data = tokens.data_for(knobs.dataset, before, machine)
         config.vocab_size = vocab_size or data["vocab_size"]
         tokens.check_vocabulary(config, data, knobs.dataset)
-        knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, config.layers or config.attn)
+        knobs.out_dir = knobs.out_dir or default_out_dir(folder.name, args.layers or config.attn)
         run = Run(knobs.out_dir, machine)
         with run.locked(machine):  # before an earlier run's checkpoint is read
             training = Training(run, knobs, config, machine, folder, data, stored, argv)

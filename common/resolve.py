@@ -42,7 +42,7 @@ def resolve(sources, flags):
         take("default", dict.fromkeys(removed))  # None: GPTConfig fills it in
         base = {axis: knobs.get(axis) for axis in mixers.DEFAULTS}
         new = {"attn_args": "", "layers": ""} | attention.recipe(flags["attn"])
-        if flags["attn"] == knobs.get("attn") and not knobs.get("layers"):
+        if flags["attn"] == knobs.get("attn") and not (knobs.get("layers") or "layers" in flags):
             del new["attn_args"]  # the run keeps its constants as well
         take(f"recipe {flags['attn']}", new)
     if flags.get("layers"):  # what the sources set holds in layers whose own recipe does not set it
@@ -103,7 +103,7 @@ def resolve_resumed(flags, preset, Train):
     """The same for a run to resume, whose folder is given or follows from the other flags. Flags
     may repeat its knobs, or change those in MAY_CHANGE."""
     given, _ = resolve({"preset": preset}, flags)
-    recipe = given.get("layers") or given.get("attn", GPTConfig.attn)
+    recipe = flags.get("layers") or given.get("attn", GPTConfig.attn)
     out_dir = flags.get("out_dir") or default_out_dir(given.get("dataset", Train.dataset), recipe)
     meta, _ = read_run(out_dir)
     stored = meta["knobs"]

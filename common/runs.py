@@ -158,7 +158,8 @@ class Run:
         # None is the name of cells without a column, and the value of columns without a cell
         rows = [row for row in rows if None not in row and None not in row.values()]
         rows = [row for row in rows if row.get("step", "").isdecimal() and int(row["step"]) <= step]
-        # another device may have other columns
+        # another device may have other columns; those of the earlier one stay
+        self.columns += ("mfu",) if rows and "mfu" in {*rows[0]} - {*self.columns} else ()
         return [[row.get(name, "") for name in self.columns] for row in rows]
 
     def log(self, **row):

@@ -11,7 +11,7 @@ by itself, without separators, as in nanoGPT. The file is fetched once into the 
 """
 
 import hashlib
-import shutil
+import http.client
 import sys
 import urllib.request
 from pathlib import Path
@@ -30,8 +30,10 @@ def prepare(args):
     if not args.source and not source.exists():
         try:
             with urllib.request.urlopen(URL, timeout=20) as answer, files.replacing(source) as f:
-                shutil.copyfileobj(answer, f)
-        except OSError as e:  # no network, a timeout
+                f.write(content := answer.read())
+                if hashlib.sha256(content).hexdigest() != SHA256:
+                    raise OSError("what came is not the whole file")
+        except (OSError, http.client.HTTPException) as e:  # no network, a timeout
             raise ValueError(
                 f"{URL} could not be fetched ({e}): run this again, or name a local copy with "
                 "--source"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 STEPS, BATCH, T, C = 500, 48, 32, 64  # training steps, sequences a step, tokens, channels
 SYMBOLS, TRIGGERS, BOS = 64, 5, 64  # symbols are 0 to 63, triggers 0 to 4; BOS comes first
-COUNT = torch.arange(1, T + 1)  # row i sees i keys: its own and all before it
+COUNT = torch.arange(1, T + 1)  # keys that each row sees: its own and all before it
 RULES = {  # s (B, T, T), seen (T, T), t = tau / COUNT (T, 1) -> weights (B, T, T)
     "softmax": lambda s, seen, t: s.softmax(-1),
     "sparsemax": lambda s, seen, t: (s - ((s.sort(descending=True)[0].cumsum(-1) - 1) / COUNT)

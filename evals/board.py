@@ -343,6 +343,8 @@ def draw(path, numbers):
         for name, row in numbers["table"].items()
         if row["speed"] and (row["over softmax"] or name == "softmax")
     }
+    if not points:
+        raise ValueError("only rows of the board's own model have speeds to draw: leave out --png")
     # names of recipes about as fast as softmax are listed at the right, in the order of their bits
     listed = [name for name, row in points.items() if row["speed"] > 0.85]
     with figure_of(path, [8], [8.4], subplot_kw={"xmargin": 0.1}) as ((ax,),):

@@ -13,6 +13,7 @@ from conftest import DEVICE, tiny_config
 from layers import attend_and_gradients, fresh, inputs, layer, normal, scalars
 
 import kernels
+import mixers
 from attention import RULES, Rule, softmax
 from axes.layer import Cache
 from model import GPT
@@ -92,6 +93,12 @@ def test_initial_draws_have_their_mean_and_spread_within_eight_standard_errors(a
         drawn = gpt.state_dict()[f"transformer.h.0.attn.{name}"]
         below(abs(drawn.std().item() / std - 1), 8 / math.sqrt(2 * drawn.numel()))
         below(abs(drawn.mean().item()), 8 * std / math.sqrt(drawn.numel()))
+
+
+def test_dropout_that_is_set_later_counts():  # pretrained/interface.py sets it
+    module = mixers.layer_of(tiny_config(attn="elastic"), 0)
+    module.dropout, x = 0.5, torch.randn(1, 16, module.config.n_embd)
+    assert not torch.equal(module(x), module(x))
 
 
 def importance_of(module, q, k, v, x):

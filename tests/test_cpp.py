@@ -310,11 +310,12 @@ def test_a_run_names_what_computes_it_and_why_it_is_not_cpp(case, runs, tmp_path
     assert runs != "cpp" or len([*temporary.iterdir()]) == 1
 
 
-@pytest.mark.exhaustive
 def test_a_rule_whose_pytorch_function_was_edited_differs_from_its_kernel(monkeypatch):
     def differ():
         with torch.autocast("cpu"):
-            return [n for n in RULES if attention.kernel_differs.__wrapped__(n, powers.get(n))]
+            return [
+                n for n in attention.RULES if attention.kernel_differs.__wrapped__(n, powers.get(n))
+            ]
 
     powers = {"entmax": 2.0, "tra": 2.0, "lssar": 15.0}
     assert not differ()
@@ -323,6 +324,7 @@ def test_a_rule_whose_pytorch_function_was_edited_differs_from_its_kernel(monkey
     assert differ() == ["relu"]
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_train_like_one(tmp_path, data):
     """They build the library at once."""
     flags = ["--attn=elastic", "--gradient_accumulation_steps=2", "--learning_rate=3e-5"]

@@ -64,6 +64,8 @@ def test_precedence_is_flag_then_recipe_then_run_then_preset_then_default(
     assert (
         shown(capsys, f"--init_from={copy}", "--attn=elastic")[run]["attn_args"] == "tau_init=0.5"
     )
+    found = shown(capsys, f"--init_from={copy}", "--layers=elastic,tau_init=2")
+    assert found["recipe elastic"]["attn_args"] == ""
     resumed = ("--init_from=resume", f"--out_dir={copy}", "--max_iters=9", "--n_kv_head=0")
     found = shown(capsys, *resumed)
     assert found["flag"] == {"max_iters": "9", "out_dir": str(copy)} and found[run]["seed"] == "5"
