@@ -854,6 +854,24 @@ AXES = {"rule": RULES} | options.AXES
 
 @cache
 @torch.no_grad()
+def dependent_row(weights, takes_t, given):
+    """The first row to which a rule gives other weights alone than among others, or None. Training
+    computes up to 128 rows at a time, and decoding one, so rows must be independent. given: further
+    arguments of the rule, as pairs."""
+    scores = torch.linspace(-2, 2, 48, dtype=torch.float64, device="cpu").cos() * 3
+    s = scores.view(1, 2, 4, 6)  # (B, H, R, T)
+    seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
+    t = s.new_full((4, 1), 0.5) if takes_t else None
+    together = weights(s, seen, t, **dict(given))
+    for i in range(4):
+        row = slice(i, i + 1)
+        part = s[:, :1, row], seen[row], None if t is None else t[row]
+        if not torch.allclose(weights(*part, **dict(given)), together[:, :1, row]):
+            return i
+
+
+@cache
+@torch.no_grad()
 def kernel_differs(name, power):
     """Does kernels.cpp compute other weights than the rule's PyTorch function, since one of the two
     has been edited?"""
@@ -1098,25 +1116,15 @@ class Attention(Layer):
         return 1 - log_weight.masked_fill(~seen, -math.inf).exp().mean((0, 2))
 
     @staticmethod
-    @torch.no_grad()
     def refuse(config, args, choices):
-        """The reason if a row of the rule has other weights alone than among others. Training
-        computes up to 128 rows at a time, and decoding one, so rows must be independent."""
         rule = choices["rule"]
-        scores = torch.linspace(-2, 2, 48, dtype=torch.float64, device="cpu").cos() * 3
-        s = scores.view(1, 2, 4, 6)  # (B, H, R, T)
-        seen = torch.ones(4, 6, dtype=torch.bool, device="cpu").tril(2)
-        t = s.new_full((4, 1), 0.5) if rule.row_input else None
-        given = {"power": rule.power(args)} if rule.power else {}
-        together = rule.weights(s, seen, t, **given)
-        for i in range(4):
-            row = slice(i, i + 1)
-            part = s[:, :1, row], seen[row], None if t is None else t[row]
-            if not torch.allclose(rule.weights(*part, **given), together[:, :1, row]):
-                return (
-                    f"--rule={config.rule} gives row {i} other weights alone than among other rows "
-                    "and heads, but they must be independent: write a mixer (docs/add-your-own.md)"
-                )
+        given = (("power", rule.power(args)),) if rule.power else ()
+        i = dependent_row(rule.weights, bool(rule.row_input), given)
+        if i is not None:
+            return (
+                f"--rule={config.rule} gives row {i} other weights alone than among other rows "
+                "and heads, but they must be independent: write a mixer (docs/add-your-own.md)"
+            )
 
     @staticmethod
     def has_importance(config):

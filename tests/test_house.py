@@ -92,7 +92,7 @@ def test_nothing_imports_train_or_eval_only_kernels_triton_and_data_only_files_a
 # tokens that the Python of each room may have, without comments, docstrings and blank lines. Longer
 # lines save none. The five files are the room without a name. A change that needs more says so here
 CEILINGS = {
-    "": 32_900,
+    "": 32_950,
     "axes": 8_200,
     "mixers": 22_800,
     "common": 11_900,
