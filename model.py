@@ -344,7 +344,7 @@ class GPTConfig(Knobs):
             axes = {axis: own.get(axis, changed.get(axis)) for axis in mixers.DEFAULTS}
             constants = [f"{name}={value}" for name, value in own.items() if name not in axes]
             if attn == self.attn and self.attn_args:
-                constants.append(self.attn_args)  # the last value of a constant wins
+                constants.insert(0, self.attn_args)  # the last value wins: the layer's own
             args = ",".join(constants)
             configs.append(replace(self, layers="", attn=attn, attn_args=args, **axes))
         return configs

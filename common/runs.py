@@ -332,10 +332,12 @@ def read_run(out_dir):
     meta = files.read_json(out_dir / "meta.json")
     # the entries that any command needs. Only an adapter has a base; `ends` and `separator` are ids
     # of tokens
-    usual = {"losses": {}, "base": {"path": "", "weights": ""}, "ends": [], "separator": 0}
+    base = {"path": "", "weights": ""}
+    usual = {"losses": {}, "base": base, "ends": [], "separator": 0, "seconds": 0}
     full = usual | meta if isinstance(meta, dict) else {}
     if not (
         files.has(full, knobs=dict, losses=dict, base=dict, ends=list, tokenizer=str | None)
+        and files.has(full, seconds=int | float)
         and files.has(full["knobs"], dataset=str)
         and files.has(full["base"], path=str, weights=str)
         and all(

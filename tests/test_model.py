@@ -231,7 +231,7 @@ def test_a_pattern_of_layers_repeats_those_of_its_recipes_with_and_without_a_cac
     flags = {"n_layer": 6, "gate": "head"}  # in all layers
     gpt = model(layers=layers, attn_args="tau_init=0.5", **flags)
     own = (
-        {"attn": "lazy", "attn_args": "tau_init=0.5"},
+        {"attn": "lazy", "attn_args": "tau_init=2"},  # the layer's own wins
         {"attn": "gated_deltanet"},
         {"attn": "sink", "pos": "none", "window": 5},
         {"attn": "lazy", "attn_args": "tau_init=0.5,per_length=0"},
