@@ -46,6 +46,8 @@ def test_each_recipe_takes_its_best_rate_and_a_failure_stops_no_other(
         found["sink"] == meta(folder)["report"]["sink"] and found["4x"] and found["channel_ratio"]
     )
     assert ("softmax", None, None) not in rows  # the costs of another model say nothing here
+    monkeypatch.setattr(board, "SPEED", (*board.SPEED, "--repeats=1"))
+    assert board.cost_row("softmax")["speed"] == 1 and board.cost_row("diff")["kib"] > 0
     monkeypatch.setattr(board, "train_if_missing", None)  # nothing is trained again
     eval_script.main([*flags, "--attn=softmax"])
     assert json.loads(capsys.readouterr().out)["table"] == table
